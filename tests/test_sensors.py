@@ -1,0 +1,147 @@
+"""Rays and wall distances: the tables must never change an answer. Compared with testing every wall."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from slow_engine import SlowTrack
+
+from racer_sim import RAY_ANGLES, RAY_RANGE, TRACKS, WALL_TOUCH, RacerSim, Track, World
+
+HAIRPINS = [(0, 0, 18), (220, 0, 18), (260, 40, 12), (220, 80, 18), (60, 80, 14), (30, 110, 9), (60, 140, 14), (220, 150, 20),
+            (260, 230, 22), (100, 300, 24), (-120, 220, 24), (-140, 60, 22)]  # fmt: skip
+
+
+def tangled_track(seed: int) -> Track:
+    """A wild track whose walls cross themselves in places, as hand-made ones do."""
+    rng = np.random.default_rng(seed)
+    corners = int(rng.integers(6, 24))
+    angle = np.sort(rng.random(corners)) * 2 * np.pi + np.linspace(0, 0.001, corners)
+    radius = rng.uniform(120, 420) * (1 + 0.45 * rng.uniform(-1, 1, corners))
+    points = np.stack([radius * np.cos(angle), radius * np.sin(angle) * rng.uniform(0.5, 1), rng.uniform(8, 40, corners)], axis=1)
+    return Track(f"tangled-{seed}", points.tolist())
+
+
+def between_the_walls(track: Track, n: int, seed: int) -> np.ndarray:
+    """Random points between the walls, right up to them. (about n, 2)"""
+    rng = np.random.default_rng(seed)
+    low, high = track.outer.min(0), track.outer.max(0)
+    points = low + rng.random((3 * n, 2)) * (high - low)
+    crossings = np.zeros(len(points), int)
+    for a in (track.outer, track.inner):
+        b = np.roll(a, -1, 0)
+        spans = (a[:, 1] <= points[:, 1:]) != (b[:, 1] <= points[:, 1:])
+        with np.errstate(all="ignore"):
+            x = a[:, 0] + (points[:, 1:] - a[:, 1]) * (b[:, 0] - a[:, 0]) / (b[:, 1] - a[:, 1])
+        crossings += (spans & (x > points[:, :1])).sum(1)
+    return points[crossings % 2 == 1][:n]
+
+
+def all_walls(track: Track):
+    start = np.concatenate([track.outer, track.inner])
+    return start, np.concatenate([np.roll(track.outer, -1, 0), np.roll(track.inner, -1, 0)]) - start
+
+
+def brute_force_rays(track: Track, points, angles) -> np.ndarray:
+    start, edge = all_walls(track)
+    result = np.empty(len(points))
+    for i in range(0, len(points), 500):
+        p, dx, dy = points[i : i + 500], np.cos(angles[i : i + 500])[:, None], np.sin(angles[i : i + 500])[:, None]
+        wx, wy = start[:, 0] - p[:, :1], start[:, 1] - p[:, 1:]
+        with np.errstate(all="ignore"):
+            det = dx * edge[:, 1] - dy * edge[:, 0]
+            t, u = (wx * edge[:, 1] - wy * edge[:, 0]) / det, (wx * dy - wy * dx) / det
+        result[i : i + 500] = np.where((t >= 0) & (u >= 0) & (u <= 1), t, RAY_RANGE).min(1)
+    return np.minimum(result, RAY_RANGE)
+
+
+def cast(track: Track, points, heading) -> np.ndarray:
+    world, number = World([track]), np.zeros(len(points), np.intp)
+    with np.errstate(all="ignore"):
+        return world.cast_rays(world.locate(number, *points.T)[0], *points.T, heading)
+
+
+@pytest.mark.parametrize("make", [*TRACKS, "hairpins", 11, 27, 30])
+def test_rays_are_those_of_testing_every_wall(make):
+    track = tangled_track(make) if isinstance(make, int) else Track(str(make), TRACKS.get(make, HAIRPINS))
+    points = between_the_walls(track, 6000, seed=3)
+    heading = np.random.default_rng(4).uniform(-15, 15, len(points))
+    mine = cast(track, points, heading)
+    for k, angle in enumerate(RAY_ANGLES):
+        np.testing.assert_allclose(mine[k], brute_force_rays(track, points, heading + angle), atol=1e-9 * RAY_RANGE)
+
+
+def test_rays_along_the_axes_and_the_borders_of_bins():
+    """Headings and places that fall exactly on the borders of the tables."""
+    track = Track("track-01", TRACKS["track-01"])
+    points = np.concatenate([track.tables.centres + offset for offset in ((0, 0), (4, 4), (-4, 0), (2, -2))])
+    inside = between_the_walls(track, 20_000, 1)
+    nearest = np.array([np.hypot(*(inside - p).T).min() for p in points])
+    points = points[nearest < 1.5]  # of these cells, those on the road side of the walls
+    start, edge = all_walls(track)
+    clear = np.array([_distance(p, start, edge).min() for p in points]) > 3
+    points = points[clear]
+    for heading in np.arange(8) * math.pi / 4:
+        mine = cast(track, points, np.full(len(points), heading))
+        for k, angle in enumerate(RAY_ANGLES):
+            np.testing.assert_allclose(mine[k], brute_force_rays(track, points, np.full(len(points), heading + angle)), atol=1e-7)
+
+
+def _distance(point, start, edge):
+    share = np.clip(((point - start) * edge).sum(1) / (edge**2).sum(1), 0, 1)
+    return np.hypot(*(start + share[:, None] * edge - point).T)
+
+
+@pytest.mark.parametrize("make", [*TRACKS, "hairpins", 34])
+def test_near_walls_are_found_and_the_clearance_is_a_lower_bound(make):
+    track = tangled_track(make) if isinstance(make, int) else Track(str(make), TRACKS.get(make, HAIRPINS))
+    start, edge = all_walls(track)
+    points = between_the_walls(track, 8000, seed=8)
+    exact = np.array([_distance(p, start, edge).min() for p in points])
+    world, number = World([track]), np.zeros(len(points), np.intp)
+    subcell = world.locate(number, *points.T)[0]
+    distance, wall_x, wall_y = world.nearest_wall(subcell, *points.T)
+    near = exact < WALL_TOUCH
+    assert near.sum() > 50
+    np.testing.assert_allclose(distance[near], exact[near], atol=1e-12)
+    np.testing.assert_allclose(np.hypot(wall_x - points[:, 0], wall_y - points[:, 1])[near], exact[near], atol=1e-12)
+    assert (distance[~near] >= WALL_TOUCH).all()
+    assert (world.clearance[subcell] <= exact + 1e-5).all()
+
+
+def test_off_the_map_everything_still_has_an_answer():
+    """A car cannot get there; if a user puts one there, rays and projection are exact all the same."""
+    track = Track("track-02", TRACKS["track-02"])
+    slow = SlowTrack(TRACKS["track-02"])
+    points = np.array([[-100.0, 0.0], [0.0, 100.0]])  # far inside the inner wall
+    heading = np.array([0.3, 2.0])
+    mine = cast(track, points, heading)
+    for k, angle in enumerate(RAY_ANGLES):
+        np.testing.assert_allclose(mine[k], brute_force_rays(track, points, heading + angle), atol=1e-9)
+    world, number = World([track]), np.zeros(2, np.intp)
+    with np.errstate(all="ignore"):
+        s, distance, _ = world.project(number, *points.T, world.locate(number, *points.T))
+    for i in range(2):
+        assert (s[i], distance[i]) == pytest.approx(slow.project(*points[i]), abs=2e-2)
+
+
+def test_observation_layout():
+    sim = RacerSim(1)
+    for _ in range(40):
+        observation = sim.step(np.array([[0.4, 1.0, 0.0]]))[0][0]
+    slow = SlowTrack(TRACKS["track-01"])
+    rays = [slow.ray(sim.x[0], sim.y[0], sim.heading[0] + math.radians(22.5 * k)) / 200 for k in range(-4, 5)]
+    np.testing.assert_allclose(observation[:9], rays, atol=1e-12)
+    assert observation[9] == pytest.approx(sim.speed[0] / 160)
+    assert observation[10] == pytest.approx(sim.yaw_rate[0] / 5)
+    assert observation[11] == sim.steer[0]
+    assert observation[12] == pytest.approx(sim.s[0] / slow.length)
+    assert observation[13] == pytest.approx(sim.centre_distance[0] / 80)
+
+
+def test_yaw_rate_is_clamped_in_the_observation():
+    sim = RacerSim(2)
+    sim.yaw_rate = np.array([9.0, -9.0])
+    assert sim.observe()[:, 10].tolist() == [1.0, -1.0]
