@@ -1,0 +1,419 @@
+"""RacerEnv and RacerVectorEnv as Gymnasium environments, on the embedded engine: the contract, and what bad input gets."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from conftest import drive
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+import racer_env
+from racer_env import DEFAULT_CONFIG_PATH, OBS_NAMES, RESET_INFO, STEP_INFO, RacerEnv, RacerVectorEnv, load_config
+from racer_sim import DEFAULT_CONFIG, OBS_SIZE, TRACKS, RacerSim
+
+COAST = np.zeros(3, np.float32)
+
+
+@pytest.fixture
+def short(tmp_path):
+    """A config whose episodes end soon, in both ways."""
+    config = copy.deepcopy(DEFAULT_CONFIG)
+    config["episode"] = {"maxSteps": 40, "stillnessTimeoutTicks": 25}
+    path = tmp_path / "short.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+# -- one car -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [{}, {"track_id": "track-03", "start": "anywhere"}, {"render_mode": "rgb_array"}])
+def test_check_env_passes_without_warnings(arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(RacerEnv(**arguments))
+        check_env(gym.make("TopDownRacer-v0", **arguments).unwrapped)
+
+
+def test_spaces_are_the_documented_ones():
+    env = RacerEnv()
+    assert env.action_space == gym.spaces.Box(np.float32([-1, 0, 0]), np.float32([1, 1, 1]))
+    low, high = env.observation_space.low, env.observation_space.high
+    assert low.shape == (14,) and env.observation_space.dtype == np.float32
+    assert low.tolist() == [0] * 9 + [0, -1, -1, 0, 0] and high.tolist() == [1] * 14
+    assert len(OBS_NAMES) == OBS_SIZE
+
+
+def test_docstring_states_the_numbers_that_act():
+    text = RacerEnv.__doc__
+    for key, value in DEFAULT_CONFIG["weights"].items():
+        if key != "stillnessSpeedThreshold":
+            assert f"| {value} " in text, key
+    assert f"({DEFAULT_CONFIG['episode']['stillnessTimeoutTicks']})" in text
+    assert f"({DEFAULT_CONFIG['episode']['maxSteps']})" in text
+
+
+def test_info_has_the_game_s_keys_and_plain_types():
+    env = RacerEnv()
+    observation, info = env.reset(seed=1)
+    assert observation.dtype == np.float32 and info == {"lap": 1, "checkpoint": 0, "stepCount": 0}
+    _, reward, terminated, truncated, info = env.step(np.array([0, 1, 0], np.float32))
+    assert list(info) == list(STEP_INFO)
+    assert all(type(info[key]) is kind for key, kind in STEP_INFO.items())
+    assert type(reward) is float and type(terminated) is bool and type(truncated) is bool
+    assert info["tick"] == info["stepCount"] == 1
+    assert reward == pytest.approx(sum(info[part] for part in ("progress", "speed", "wall", "offTrack", "backward", "stillness")))
+
+
+def test_the_environment_gives_the_engine_s_numbers():
+    env, sim = RacerEnv("track-02"), RacerSim(1, ["track-02"])
+    observation, _ = env.reset()
+    for _ in range(100):
+        action = drive(observation[None])[0]
+        observation, reward, *_ = env.step(action)
+        expected, rewards, *_ = sim.step(action[None])
+        np.testing.assert_array_equal(observation, expected[0].astype(np.float32))
+        assert reward == rewards[0]
+
+
+def test_same_seed_same_start_and_another_one_after_that():
+    a, b = RacerEnv(start="anywhere"), RacerEnv(start="anywhere")
+    np.testing.assert_array_equal(a.reset(seed=5)[0], b.reset(seed=5)[0])
+    second = a.reset()[0]
+    np.testing.assert_array_equal(second, b.reset()[0])
+    assert not np.array_equal(second, a.reset(seed=5)[0])
+    assert not np.array_equal(a.reset(seed=5)[0], a.reset(seed=6)[0])
+    assert not np.array_equal(RacerEnv(start="anywhere").reset()[0], RacerEnv(start="anywhere").reset()[0])
+
+
+def test_episode_ends_as_configured(short):
+    env = RacerEnv(config_path=short)
+    env.reset()
+    ends = [env.step(COAST)[2:4] for _ in range(25)]
+    assert ends == [(False, False)] * 24 + [(True, False)]
+    env.reset()
+    ends = [env.step([0, 1, 0])[2:4] for _ in range(40)]
+    assert ends == [(False, False)] * 39 + [(False, True)]
+
+
+def test_a_step_at_the_wrong_time_says_what_to_do(short):
+    env = RacerEnv(config_path=short)
+    with pytest.raises(ValueError, match=r"not on the track yet: call reset\(\) first"):
+        env.step(COAST)
+    env.reset()
+    while not env.step(COAST)[2]:
+        pass
+    with pytest.raises(ValueError, match=r"the episode has ended: call reset\(\) first"):
+        env.step(COAST)
+    env.reset()
+    env.step(COAST)
+    env.close()
+    env.close()
+    for call in (lambda: env.step(COAST), env.reset):
+        with pytest.raises(ValueError, match="closed; make a new one"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ([0.0, float("nan"), 0.0], "throttle is nan"),
+        ([0.0, 0.0, float("-inf")], "brake is -inf"),
+        ([0.0, 1.0], r"shape \(2,\); it must have shape \(3,\)"),
+        (0.5, r"shape \(\)"),
+        ([[0.0, 1.0, 0.0]], r"shape \(1, 3\)"),
+        (np.array([0.0, None, 1.0], dtype=object), "dtype object"),
+        (["0", "1", "0"], "it must be numbers"),
+        ([True, False, True], "dtype bool"),
+    ],
+)
+def test_a_bad_action_is_named_and_nothing_moves(action, message):
+    env = RacerEnv()
+    env.reset()
+    with pytest.raises(ValueError, match=message):
+        env.step(action)
+    assert env.step(COAST)[4]["stepCount"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"track_id": "track-9"}, "unknown track 'track-9'. Available: track-01, track-02, track-03"),
+        ({"start": "pits"}, "unknown start 'pits'. Available: grid, anywhere"),
+        ({"render_mode": "human"}, "unknown render_mode 'human'. Available: rgb_array"),
+        ({"config_path": "nowhere.json"}, "config file nowhere.json does not exist"),
+        ({"bridge_url": "ws://localhost:1", "start": "anywhere"}, "the real game always starts on the grid"),
+        ({"bridge_url": "ws://localhost:1", "track_id": "mine.json"}, "the real game has only its own tracks"),
+        ({"bridge_url": []}, "bridge_url is an empty list"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RacerEnv(**arguments)
+
+
+# -- the config file ---------------------------------------------------------------------------------------------------
+
+
+def test_the_shipped_config_is_the_game_s_default():
+    assert load_config() == DEFAULT_CONFIG
+    assert json.loads(DEFAULT_CONFIG_PATH.read_text()) == DEFAULT_CONFIG
+
+
+def test_config_path_picks_another(tmp_path):
+    config = copy.deepcopy(DEFAULT_CONFIG)
+    config["weights"]["speedBonus"] = 2.0
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(config))
+    env = RacerEnv(config_path=path)
+    env.reset()
+    for _ in range(20):
+        info = env.step([0, 1, 0])[4]
+    assert info["speed"] == pytest.approx(2.0 * info["rawSpeed"] / 160)
+
+
+def changed(section, key, value, remove=None):
+    config = copy.deepcopy(DEFAULT_CONFIG)
+    config[section][key] = value
+    if remove:
+        del config[section][remove]
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{not json", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ([1], "it must be an object with the keys weights, episode"),
+        ({"weights": DEFAULT_CONFIG["weights"]}, "episode is missing"),
+        ({**DEFAULT_CONFIG, "wieghts": {}}, "unknown key wieghts; did you mean weights?"),
+        ({**DEFAULT_CONFIG, "episode": 3}, "episode is 3; it must be an object"),
+        (changed("weights", "progres", 1.0), "unknown key weights.progres; did you mean weights.progress?"),
+        (changed("weights", "qqq", 1.0), "unknown key weights.qqq; known keys: progress"),
+        (changed("weights", "progress", 1.0, remove="wallPenalty"), "weights.wallPenalty is missing"),
+        (changed("weights", "progress", float("nan")), "weights.progress is nan; it must be a finite number"),
+        (changed("weights", "progress", float("inf")), "weights.progress is inf"),
+        (changed("weights", "progress", "1"), "weights.progress is 1; it must be a finite number"),
+        (changed("weights", "progress", None), "weights.progress is None"),
+        (changed("weights", "progress", True), "weights.progress is True"),
+        (changed("weights", "stillnessSpeedThreshold", -1.0), "weights.stillnessSpeedThreshold is -1.0"),
+        (changed("episode", "maxSteps", -5), "episode.maxSteps is -5; it must be a whole number of ticks, 1 or more"),
+        (changed("episode", "maxSteps", 0), "episode.maxSteps is 0"),
+        (changed("episode", "maxSteps", 10.5), "episode.maxSteps is 10.5"),
+        (changed("episode", "stillnessTimeoutTicks", -1), "episode.stillnessTimeoutTicks is -1"),
+        (changed("episode", "maxSteps", 10**400), "episode.maxSteps is 1000"),
+    ],
+)
+def test_a_bad_config_names_the_key(tmp_path, config, message):
+    path = tmp_path / "bad.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        RacerEnv(config_path=path)
+    assert str(path) in str(error.value)
+
+
+# -- many cars ---------------------------------------------------------------------------------------------------------
+
+
+def assert_same(a, b, path="infos"):
+    """Equal to the last bit, of the same kind, with the same keys."""
+    if isinstance(a, dict):
+        assert set(a) == set(b), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif a.dtype == object:
+        for x, y in zip(a, b, strict=True):
+            assert (x is None) == (y is None), path
+            if x is not None:
+                np.testing.assert_array_equal(x, y, err_msg=path)
+    else:
+        assert a.dtype == b.dtype, (path, a.dtype, b.dtype)
+        np.testing.assert_array_equal(a, b, err_msg=path)
+
+
+@pytest.mark.parametrize(("start", "everyone_at_once"), [("grid", True), ("grid", False), ("anywhere", False)])
+def test_vector_env_is_a_sync_vector_env_of_single_ones(short, start, everyone_at_once):
+    tracks = ["track-01", "track-03", "track-01", "track-03", "track-01"]
+    makers = [lambda track=track: RacerEnv(track, config_path=short, start=start) for track in tracks]
+    sync = SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+    mine = RacerVectorEnv(5, tracks[:2], short, start=start, episode_statistics=False)
+    assert mine.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    assert mine.single_action_space == sync.single_action_space and mine.action_space == sync.action_space
+    assert mine.single_observation_space == sync.single_observation_space and mine.observation_space == sync.observation_space
+    for (a, info_a), (b, info_b) in [(mine.reset(seed=3), sync.reset(seed=3)), (mine.reset(), sync.reset())]:
+        assert_same(a, b)
+        assert_same(info_a, info_b)
+    rng = np.random.default_rng(0)
+    ended = 0
+    for _ in range(130):
+        actions = rng.uniform([-1, 0, 0], [1, 1, 0.2], (5, 3)).astype(np.float32)
+        if not everyone_at_once:
+            actions[1] = 0  # stands still: ends by stillness, at other times than the others
+        a, b = mine.step(actions), sync.step(actions)
+        for x, y in zip(a[:4], b[:4], strict=True):
+            assert_same(x, y)
+        assert_same(a[4], b[4])
+        ended += int(a[2].sum() + a[3].sum())
+    assert ended >= 10
+
+
+def test_reset_mask_is_that_of_sync_vector_env(short):
+    sync = SyncVectorEnv([lambda: RacerEnv(config_path=short, start="anywhere")] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
+    mine = RacerVectorEnv(3, config_path=short, start="anywhere")
+    mine.reset(seed=1), sync.reset(seed=1)
+    actions = np.tile(np.float32([0, 1, 0]), (3, 1))
+    mine.step(actions), sync.step(actions)
+    for seed in (None, 9):
+        masks = [{"reset_mask": np.array([True, False, True])} for _ in range(2)]
+        a, b = mine.reset(seed=seed, options=masks[0]), sync.reset(seed=seed, options=masks[1])
+        assert_same(a[0], b[0])
+        assert_same(a[1], b[1])
+    with pytest.raises(ValueError, match="reset_mask must be 3 booleans"):
+        mine.reset(options={"reset_mask": np.array([1, 0, 1])})
+
+
+def test_episode_statistics_are_those_of_the_wrapper(short):
+    mine = RacerVectorEnv(4, config_path=short, start="anywhere")
+    other = gym.wrappers.vector.RecordEpisodeStatistics(RacerVectorEnv(4, config_path=short, start="anywhere", episode_statistics=False))
+    mine.reset(seed=2), other.reset(seed=2)
+    seen = 0
+    for t in range(120):
+        actions = np.tile(np.float32([0, t % 2, 0]), (4, 1))
+        actions[0] = 0
+        a, b = mine.step(actions)[4], other.step(actions)[4]
+        assert ("episode" in a) == ("episode" in b) == ("_episode" in a)
+        if "episode" in a:
+            seen += int(a["_episode"].sum())
+            np.testing.assert_array_equal(a["_episode"], b["_episode"])
+            np.testing.assert_array_equal(a["episode"]["l"], b["episode"]["l"])
+            np.testing.assert_allclose(a["episode"]["r"], b["episode"]["r"], atol=1e-12)
+            assert ((a["episode"]["t"] > 0) == a["_episode"]).all()
+    assert seen > 8
+
+
+def test_final_observation_belongs_to_the_old_episode(short):
+    envs = RacerVectorEnv(2, config_path=short)
+    first, _ = envs.reset()
+    for _ in range(40):
+        observations, _, _, truncated, infos = envs.step(np.tile([0.0, 1.0, 0.0], (2, 1)))
+    assert truncated.all()
+    np.testing.assert_array_equal(observations, first)
+    assert infos["final_obs"][0][9] > 0.1 and infos["final_info"]["stepCount"].tolist() == [40, 40]
+    assert infos["stepCount"].tolist() == [0, 0] and infos["episode"]["l"].tolist() == [40, 40]
+
+
+def test_make_and_make_vec():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        env = gym.make("TopDownRacer-v0", track_id="track-02")
+        env.reset(seed=0)
+        assert env.unwrapped.spec.id == racer_env.ENV_ID
+        envs = gym.make_vec("TopDownRacer-v0", num_envs=64)
+        assert isinstance(envs, RacerVectorEnv) and envs.reset(seed=0)[0].shape == (64, 14)
+        envs.close()
+        for mode in ("sync", "async"):
+            envs = gym.make_vec("TopDownRacer-v0", num_envs=2, vectorization_mode=mode, track_id="track-03")
+            envs.reset(seed=0)
+            envs.step(envs.action_space.sample())
+            envs.close()
+
+
+def test_async_vector_env_and_wrappers_drive_it():
+    envs = AsyncVectorEnv([lambda: RacerEnv(start="anywhere")] * 2)
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
+    observations, _ = envs.reset(seed=1)
+    for _ in range(5):
+        observations, *_ = envs.step(drive(observations).astype(np.float32))
+    envs.close()
+    env = gym.wrappers.NormalizeObservation(gym.wrappers.TimeLimit(gym.wrappers.RescaleAction(RacerEnv(), np.float32(-1), np.float32(1)), 5))
+    env.reset(seed=1)
+    assert [env.step(np.float32([0, 1, -1]))[3] for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_vector_state_out_and_in(short):
+    make = lambda: RacerVectorEnv(6, ["track-01", "track-02"], short, start="anywhere")  # noqa: E731
+    a, b = make(), make()
+    a.reset(seed=4)
+    rng = np.random.default_rng(1)
+    plan = rng.uniform([-1, 0, 0], 1, (100, 6, 3))
+    for t in range(50):
+        observations, *_ = a.step(plan[t])
+    np.testing.assert_array_equal(b.set_state(a.get_state()), observations)
+    for t in range(50, 100):
+        (*x, info_x), (*y, info_y) = a.step(plan[t]), b.step(plan[t])
+        for p, q in zip(x, y, strict=True):
+            np.testing.assert_array_equal(p, q)
+        if "episode" in info_x:
+            np.testing.assert_array_equal(info_x["episode"]["r"], info_y["episode"]["r"])
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        (np.zeros((2, 3)), r"shape \(2, 3\); it must have shape \(4, 3\)"),
+        (np.zeros(3), "per car"),
+        (np.array([[0, 1, 0]] * 3 + [[0, np.nan, 0]]), "action of car 3: throttle is nan"),
+        (np.full((4, 3), None), "dtype object"),
+    ],
+)
+def test_bad_vector_actions_are_named(actions, message):
+    envs = RacerVectorEnv(4)
+    with pytest.raises(ValueError, match=r"call reset\(\) first"):
+        envs.step(np.zeros((4, 3)))
+    envs.reset(seed=0)
+    with pytest.raises(ValueError, match=message):
+        envs.step(actions)
+    envs.close()
+    envs.close()
+    with pytest.raises(ValueError, match="closed"):
+        envs.step(np.zeros((4, 3)))
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, True, "8"])
+def test_a_bad_number_of_cars_is_refused(count):
+    with pytest.raises(ValueError, match="num_envs is"):
+        RacerVectorEnv(count)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("track", TRACKS)
+def test_render_shows_the_track_and_the_car(track):
+    env = RacerEnv(track, render_mode="rgb_array")
+    observation, _ = env.reset(seed=1)
+    first = env.render()
+    assert first.dtype == np.uint8 and first.ndim == 3 and max(first.shape[:2]) <= 801
+    for name in ("road", "shoulder", "ground", "car"):
+        share = (np.abs(first.astype(int) - racer_env.COLOURS[name]).max(2) <= 2).mean()
+        assert share > (0.0001 if name == "car" else 0.05), name
+    for _ in range(60):
+        observation, *_ = env.step(drive(observation[None])[0])
+    assert not np.array_equal(first, env.render()), "the car has moved"
+
+
+def test_vector_render_gives_a_picture_per_car():
+    envs = RacerVectorEnv(3, ["track-01", "track-02", "track-03"], render_mode="rgb_array")
+    envs.reset(seed=0)
+    envs.step(np.tile([0.0, 1.0, 0.0], (3, 1)))
+    pictures = envs.render()
+    assert len(pictures) == 3 and len({p.shape for p in pictures}) == 3
+
+
+def test_render_without_a_mode_warns_and_returns_nothing():
+    env = RacerEnv()
+    env.reset()
+    with pytest.warns(UserWarning, match="rgb_array"):
+        assert env.render() is None
+
+
+def test_reset_info_keys():
+    assert RESET_INFO == ("lap", "checkpoint", "stepCount")
