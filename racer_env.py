@@ -42,14 +42,12 @@ from racer_sim import (
     NUM_RAYS,
     OBS_SIZE,
     REWARD_PARTS,
-    RUNOFF_WIDTH,
     SHOULDER_WIDTH,
     STARTS,
     TICKS_PER_SECOND,
     TRACKS,
     RacerSim,
     Track,
-    load_track,
 )
 
 # ======================================================================================================================
@@ -113,7 +111,9 @@ def load_config(config_path: str | Path | None = None) -> dict:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"config file {path} does not exist; leave config_path out for {DEFAULT_CONFIG_PATH.name}") from error
+        raise ValueError(
+            f"config file {path} does not exist; leave config_path out for {DEFAULT_CONFIG_PATH.name}"
+        ) from error
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -132,15 +132,21 @@ def check_config(config, source: str = "config") -> None:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
                 raise ValueError(f"{name} is {_start_of(value)}; it must be a finite number, e.g. {defaults[key]}")
             if section == "episode" and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {_start_of(value)}; it must be a whole number of ticks, 1 or more, e.g. {defaults[key]}")
+                raise ValueError(
+                    f"{name} is {_start_of(value)}; it must be a whole number of ticks, 1 or more, e.g. {defaults[key]}"
+                )
             if key == "stillnessSpeedThreshold" and value < 0:
-                raise ValueError(f"{name} is {value}; a speed is never negative, so it must be 0 or more, e.g. {defaults[key]}")
+                raise ValueError(
+                    f"{name} is {value}; a speed is never negative, so it must be 0 or more, e.g. {defaults[key]}"
+                )
 
 
 def _check_keys(found, expected: dict, source: str, prefix: str) -> None:
     if not isinstance(found, dict):
         what = f"{prefix[:-1]} is" if prefix else "it is"
-        raise ValueError(f"{source}: {what} {_start_of(found)}; it must be an object with the keys {', '.join(expected)}")
+        raise ValueError(
+            f"{source}: {what} {_start_of(found)}; it must be an object with the keys {', '.join(expected)}"
+        )
     for key in found:
         if key not in expected:
             near = difflib.get_close_matches(str(key), expected, n=1)
@@ -148,7 +154,9 @@ def _check_keys(found, expected: dict, source: str, prefix: str) -> None:
             raise ValueError(f"{source}: unknown key {prefix}{key}; {hint}")
     for key in expected:
         if key not in found:
-            raise ValueError(f"{source}: {prefix}{key} is missing; the game needs the config whole, e.g. {json.dumps(expected[key])}")
+            raise ValueError(
+                f"{source}: {prefix}{key} is missing; the game needs the config whole, e.g. {json.dumps(expected[key])}"
+            )
 
 
 def _finite(value) -> bool:
@@ -168,14 +176,21 @@ def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
     """Actions as finite float64 of that shape, or a ValueError that names the value. The box is not enforced: the game clamps."""
     array = np.asarray(actions)
     if array.dtype.kind not in "fiu":
-        raise ValueError(f"action has dtype {array.dtype}: {_start_of(actions)}; it must be numbers {list(ACTION_NAMES)}")
+        raise ValueError(
+            f"action has dtype {array.dtype}: {_start_of(actions)}; it must be numbers {list(ACTION_NAMES)}"
+        )
     if array.shape != shape:
-        raise ValueError(f"action has shape {array.shape}; it must have shape {shape}: {list(ACTION_NAMES)}" + (" per car" * (len(shape) > 1)))
+        raise ValueError(
+            f"action has shape {array.shape}; it must have shape {shape}: {list(ACTION_NAMES)}"
+            + (" per car" * (len(shape) > 1))
+        )
     array = array.astype(np.float64)
     if not np.isfinite(array).all():
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
         car = f" of car {where[0]}" if len(where) > 1 else ""
-        raise ValueError(f"action{car}: {ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only")
+        raise ValueError(
+            f"action{car}: {ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only"
+        )
     return array
 
 
@@ -204,7 +219,11 @@ class EmbeddedCars:
             self.sim.seed_cars(cars, seeds)
         observations = self.sim.reset(cars).astype(np.float32)
         sim = self.sim
-        return observations, {"lap": sim.lap[cars], "checkpoint": sim.checkpoint[cars], "stepCount": sim.step_count[cars]}
+        return observations, {
+            "lap": sim.lap[cars],
+            "checkpoint": sim.checkpoint[cars],
+            "stepCount": sim.step_count[cars],
+        }
 
     def step(self, actions: np.ndarray):
         sim = self.sim
@@ -308,26 +327,38 @@ class BridgeConnection:
 
     def _send(self, message: dict) -> None:
         if self.websocket is None:
-            raise BridgeError(f"bridge connection {self.number} ({self.url}) is closed; make a new environment to go on")
+            raise BridgeError(
+                f"bridge connection {self.number} ({self.url}) is closed; make a new environment to go on"
+            )
         try:
             self.websocket.sock.settimeout(REPLY_TIMEOUT_S)
             self.websocket.send(json.dumps(message, allow_nan=False, separators=(",", ":")))
         except (OSError, websocket.WebSocketException) as error:
-            raise self._fail(f"the game is gone, a {message['type']} could not be sent ({error}). {BRIDGE_HINT}", error) from error
+            raise self._fail(
+                f"the game is gone, a {message['type']} could not be sent ({error}). {BRIDGE_HINT}", error
+            ) from error
 
     def _receive(self, expected: str) -> dict:
         """The next reply, checked to be a JSON object of the expected type."""
         if self.websocket is None:
-            raise BridgeError(f"bridge connection {self.number} ({self.url}) is closed; make a new environment to go on")
+            raise BridgeError(
+                f"bridge connection {self.number} ({self.url}) is closed; make a new environment to go on"
+            )
         try:
             self.websocket.sock.expect(REPLY_TIMEOUT_S, MAX_REPLY_BYTES + 64)  # and some for frame headers and pings
             opcode, data = self.websocket.recv_data()
         except _TooLong as error:
-            raise self._fail(f"the reply to a request for {expected} is longer than {MAX_REPLY_BYTES:,} bytes") from error
+            raise self._fail(
+                f"the reply to a request for {expected} is longer than {MAX_REPLY_BYTES:,} bytes"
+            ) from error
         except (TimeoutError, websocket.WebSocketTimeoutException) as error:
-            raise self._fail(f"no reply within {REPLY_TIMEOUT_S:g} s; the game stalls or has stopped. {BRIDGE_HINT}") from error
+            raise self._fail(
+                f"no reply within {REPLY_TIMEOUT_S:g} s; the game stalls or has stopped. {BRIDGE_HINT}"
+            ) from error
         except (OSError, websocket.WebSocketException, ValueError, AttributeError) as error:
-            raise self._fail(f"the connection was lost ({_start_of(str(error) or type(error).__name__)}). {BRIDGE_HINT}") from error
+            raise self._fail(
+                f"the connection was lost ({_start_of(str(error) or type(error).__name__)}). {BRIDGE_HINT}"
+            ) from error
         if opcode == websocket.ABNF.OPCODE_CLOSE:
             code = int.from_bytes(data[:2], "big") if len(data) >= 2 else "none"
             raise self._fail(f"the server closed the connection (code {code}). {BRIDGE_HINT}")
@@ -343,7 +374,9 @@ class BridgeConnection:
         if reply.get("type") == "error":
             raise self._fail(f"the game answered with an error: {_start_of(str(reply.get('message')), 300)}")
         if reply.get("type") != expected:
-            raise self._fail(f"the reply's type is {_start_of(reply.get('type'))!r}, expected {expected!r}: {_start_of(text)}")
+            raise self._fail(
+                f"the reply's type is {_start_of(reply.get('type'))!r}, expected {expected!r}: {_start_of(text)}"
+            )
         self._text = text
         return reply
 
@@ -368,7 +401,9 @@ class BridgeConnection:
         if not isinstance(values, list) or len(values) != OBS_SIZE:
             what = f"has {len(values)} elements" if isinstance(values, list) else f"is {_start_of(json.dumps(values))}"
             raise self._fail(f"observation {what}, it must be a list of {OBS_SIZE} numbers: {_start_of(self._text)}")
-        observation = np.array([self._field(dict(enumerate(values)), i, float, f"observation[{i}]") for i in range(OBS_SIZE)])
+        observation = np.array(
+            [self._field(dict(enumerate(values)), i, float, f"observation[{i}]") for i in range(OBS_SIZE)]
+        )
         outside = np.flatnonzero((observation < OBS_LOW - 1e-6) | (observation > OBS_HIGH + 1e-6))
         if len(outside):
             i = int(outside[0])
@@ -453,7 +488,9 @@ class BridgeCars:
                 connection.send_step(action)
             results = [connection.receive_step() for connection in self.connections]
         observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        info = {key: np.array([i[key] for i in infos], np.int64 if kind is int else kind) for key, kind in STEP_INFO.items()}
+        info = {
+            key: np.array([i[key] for i in infos], np.int64 if kind is int else kind) for key, kind in STEP_INFO.items()
+        }
         return np.array(observations, np.float32), np.array(rewards), np.array(terminated), np.array(truncated), info
 
     def _closing_on_error(self):
@@ -498,7 +535,9 @@ def make_cars(num_cars: int, track_id, config_path, bridge_url, start: str):
         raise ValueError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
     for track in track_ids:
         if track.lower().endswith(".json"):
-            raise ValueError(f"track {track!r} is a file, but the real game has only its own tracks, e.g. {', '.join(TRACKS)}")
+            raise ValueError(
+                f"track {track!r} is a file, but the real game has only its own tracks, e.g. {', '.join(TRACKS)}"
+            )
     return BridgeCars(int(num_cars), track_ids, config, urls), config
 
 
@@ -633,7 +672,9 @@ def _check_render_mode(render_mode, track_id, bridge_url) -> None:
         raise ValueError(f"unknown render_mode {render_mode!r}. Available: {', '.join(modes)}")
     tracks = [track_id] if isinstance(track_id, (str, Path)) else track_id
     if render_mode is not None and bridge_url is not None and not set(map(str, tracks)) <= set(TRACKS):
-        raise ValueError(f"render_mode with a bridge works on the tracks known here ({', '.join(TRACKS)}), not on {track_id!r}")
+        raise ValueError(
+            f"render_mode with a bridge works on the tracks known here ({', '.join(TRACKS)}), not on {track_id!r}"
+        )
 
 
 def _check_open(state: str) -> None:
@@ -697,7 +738,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     def get_state(self) -> dict[str, np.ndarray]:
         """Everything the next step depends on, as plain arrays."""
         if not isinstance(self._cars, EmbeddedCars):
-            raise ValueError("the state of the real game cannot be read; only the embedded engine can be saved and put back")
+            raise ValueError(
+                "the state of the real game cannot be read; only the embedded engine can be saved and put back"
+            )
         return {**self._cars.sim.get_state(), "returns": self._returns.copy(), "lengths": self._lengths.copy()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> np.ndarray:
@@ -737,7 +780,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             return self._everyone
         mask = np.asarray(mask)
         if mask.shape != (self.num_envs,) or mask.dtype != bool or not mask.any():
-            raise ValueError(f"reset_mask must be {self.num_envs} booleans with at least one True, got {_start_of(mask.tolist())}")
+            raise ValueError(
+                f"reset_mask must be {self.num_envs} booleans with at least one True, got {_start_of(mask.tolist())}"
+            )
         if self._state == "new":
             raise ValueError("reset_mask used before the first reset: call reset() for all cars first")
         return mask
@@ -783,7 +828,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         infos = {
             "final_obs": final_obs,
             "_final_obs": done.copy(),
-            "final_info": _with_masks({key: np.where(done, value, value.dtype.type(0)) for key, value in info.items()}, done),
+            "final_info": _with_masks(
+                {key: np.where(done, value, value.dtype.type(0)) for key, value in info.items()}, done
+            ),
             "_final_info": done.copy(),
         }
         if self.episode_statistics:
@@ -867,7 +914,7 @@ class Painter:
         low, high = track.outer.min(0) - 20, track.outer.max(0) + 20
         self._low, self._high = low, high
         self._zoom = self.SCALE * size / float((high - low).max())
-        width, height = (int(math.ceil(v / self.SCALE)) * self.SCALE for v in (high - low) * self._zoom)
+        width, height = (math.ceil(v / self.SCALE) * self.SCALE for v in (high - low) * self._zoom)
         self._base = Image.new("RGB", (width, height), COLOURS["ground"])
         draw = ImageDraw.Draw(self._base)
         self._paint_surfaces(draw)
@@ -875,7 +922,9 @@ class Painter:
 
     def to_pixels(self, points) -> list[tuple[float, float]]:
         points = np.asarray(points, dtype=np.float64).reshape(-1, 2)
-        return list(zip((points[:, 0] - self._low[0]) * self._zoom, (self._high[1] - points[:, 1]) * self._zoom, strict=True))
+        return list(
+            zip((points[:, 0] - self._low[0]) * self._zoom, (self._high[1] - points[:, 1]) * self._zoom, strict=True)
+        )
 
     def _paint_surfaces(self, draw) -> None:
         draw.polygon(self.to_pixels(self.track.outer), fill=COLOURS["runoff"])
@@ -894,7 +943,9 @@ class Painter:
         track, thick = self.track, self.SCALE
         s = np.arange(0, track.length, 12.0)
         for begin in s:
-            draw.line(self.to_pixels(track.position(begin + np.linspace(0, 5, 4))), fill=COLOURS["centreline"], width=thick)
+            draw.line(
+                self.to_pixels(track.position(begin + np.linspace(0, 5, 4))), fill=COLOURS["centreline"], width=thick
+            )
         for wall in (track.outer, track.inner):
             line = self.to_pixels(np.append(wall, wall[:1], axis=0))
             draw.line(line, fill=COLOURS["wall"], width=round(2.2 * thick), joint="curve")
@@ -910,7 +961,12 @@ class Painter:
         for i in range(squares):
             for j in range(rows):
                 corner = centre + normal * (i * side - half) + tangent * (j - rows / 2) * side
-                square = [corner, corner + normal * side, corner + normal * side + tangent * side, corner + tangent * side]
+                square = [
+                    corner,
+                    corner + normal * side,
+                    corner + normal * side + tangent * side,
+                    corner + tangent * side,
+                ]
                 draw.polygon(self.to_pixels(square), fill=(245, 245, 245) if (i + j) % 2 else (20, 20, 20))
 
     def picture(self, x: float, y: float, heading: float, trail=()) -> np.ndarray:
@@ -928,7 +984,10 @@ class Painter:
     def _paint_car(self, draw, x, y, heading) -> None:
         """Larger than life (the car is a disc of radius 1), so that it can be seen: an arrowhead along the heading."""
         unit = 7.0 * self.SCALE / self._zoom * (PICTURE_SIZE / 800)
-        along, left = np.array([math.cos(heading), math.sin(heading)]), np.array([-math.sin(heading), math.cos(heading)])
+        along, left = (
+            np.array([math.cos(heading), math.sin(heading)]),
+            np.array([-math.sin(heading), math.cos(heading)]),
+        )
         for grow, colour in ((1.35, "outline"), (1.0, "car")):
             shape = [(2.0, 0.0), (-1.3, 1.15), (-0.7, 0.0), (-1.3, -1.15)]
             corners = [np.array([x, y]) + unit * grow * (a * along + b * left) for a, b in shape]

@@ -51,7 +51,10 @@ MAX_STEER_ANGLE = 0.37
 STEER_FADE = 0.025  # the steer angle shrinks by 1 / (1 + STEER_FADE * speed)
 INPUT_RATES = (24.0, 6.0, 10.0)  # steer, throttle, brake: share of the way to the target per second
 STEER_SHARE, THROTTLE_SHARE, BRAKE_SHARE = (1.0 - math.exp(-rate * DT_S) for rate in INPUT_RATES)
-SLIDE_GRIP, SLIDE_GRIP_LOSS = 0.85, 0.30  # share of the sideways speed killed per tick, and how much of it speed takes away
+SLIDE_GRIP, SLIDE_GRIP_LOSS = (
+    0.85,
+    0.30,
+)  # share of the sideways speed killed per tick, and how much of it speed takes away
 DRIVING_SPEED = 1.0  # above: bicycle steering and full resistance
 RESTING_SPEED = 0.01  # at or below: no resistance
 
@@ -289,22 +292,32 @@ class Track:
 def check_control_points(name: str, control_points) -> np.ndarray:
     """Control points as a (C, 3) array, or a ValueError that says which point is wrong and why."""
     if not isinstance(control_points, (list, tuple, np.ndarray)):
-        raise ValueError(f"track {name!r}: control_points must be a list of [x, y, half_width], got {type(control_points).__name__}")
+        raise ValueError(
+            f"track {name!r}: control_points must be a list of [x, y, half_width], got {type(control_points).__name__}"
+        )
     if len(control_points) < MIN_CONTROL_POINTS:
-        raise ValueError(f"track {name!r}: {len(control_points)} control points; a closed track needs at least {MIN_CONTROL_POINTS}")
+        raise ValueError(
+            f"track {name!r}: {len(control_points)} control points; a closed track needs at least {MIN_CONTROL_POINTS}"
+        )
     for i, point in enumerate(control_points):
         label = f"track {name!r}: control point {i}"
         if not isinstance(point, (list, tuple, np.ndarray)) or len(point) != 3:
             raise ValueError(f"{label} is {point!r}; each point is [x, y, half_width]")
-        if not all(isinstance(v, (int, float, np.number)) and not isinstance(v, bool) and math.isfinite(v) for v in point):
+        if not all(
+            isinstance(v, (int, float, np.number)) and not isinstance(v, bool) and math.isfinite(v) for v in point
+        ):
             raise ValueError(f"{label} {list(point)!r} has a value that is not a finite number")
         if point[2] <= 0:
             raise ValueError(f"{label} {_show(point)} has half-width {point[2]:g}; it must be greater than 0")
         if max(abs(point[0]), abs(point[1]), point[2]) > MAX_EXTENT:
-            raise ValueError(f"{label} {_show(point)} lies outside +-{MAX_EXTENT:g} units, the largest track the engine takes")
+            raise ValueError(
+                f"{label} {_show(point)} lies outside +-{MAX_EXTENT:g} units, the largest track the engine takes"
+            )
         other = (i + 1) % len(control_points)
         if tuple(point[:2]) == tuple(control_points[other][:2]):
-            raise ValueError(f"{label} {_show(point)} is at the same place as point {other}; remove one (the loop closes by itself)")
+            raise ValueError(
+                f"{label} {_show(point)} is at the same place as point {other}; remove one (the loop closes by itself)"
+            )
     return np.array(control_points, dtype=np.float64)
 
 
@@ -325,7 +338,9 @@ def load_track(track_id: str) -> Track:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"track file {path} is not JSON: {error}") from error
     if not isinstance(data, dict) or "control_points" not in data:
-        raise ValueError(f'track file {path} must be an object {{"name": ..., "control_points": [[x, y, half_width], ...]}}')
+        raise ValueError(
+            f'track file {path} must be an object {{"name": ..., "control_points": [[x, y, half_width], ...]}}'
+        )
     name = data.get("name", path.stem)
     if not isinstance(name, str) or not name:
         raise ValueError(f"track file {path}: name must be a text, got {name!r}")
@@ -466,11 +481,16 @@ class Tables:
         self.following = np.concatenate([np.roll(np.arange(n), -1), n + np.roll(np.arange(n), -1)])
         self.crossing = _crossing_segments(*_wall_segments(track))
         edge = np.diff(self.vertex, axis=0)
-        nowhere = [*(np.cumsum([len(line) for line in lines]) - 1), len(edge) - 1]  # joints between lines, and "nothing"
+        nowhere = [
+            *(np.cumsum([len(line) for line in lines]) - 1),
+            len(edge) - 1,
+        ]  # joints between lines, and "nothing"
         edge[nowhere] = 1.0
         self.nothing = len(edge) - 1
         self.edge = edge
-        self.normal = edge / np.hypot(*edge.T)[:, None] @ np.array([[0.0, 1.0], [-1.0, 0.0]])  # to the left: to the road
+        self.normal = (
+            edge / np.hypot(*edge.T)[:, None] @ np.array([[0.0, 1.0], [-1.0, 0.0]])
+        )  # to the left: to the road
         self.offset = (self.normal * self.vertex[:-1]).sum(1)  # normal . p = offset on the segment's line
         self.normal[nowhere], self.offset[nowhere] = 0.0, np.inf
         self.vertex_x, self.vertex_y = self.vertex.T.copy()
@@ -610,7 +630,9 @@ class _RayBlock:
         # The others: every segment that some ray of the family may meet before the chain that closes the view.
         listed = [self._possible_hits(self.height >= -self.radius, self.tables.real, 0.0, ~simple, limit)]
         if self.tangled:
-            listed.append(self._possible_hits(self.height <= self.radius, self.tables.mirrored, BINS / 2, ~simple, limit))
+            listed.append(
+                self._possible_hits(self.height <= self.radius, self.tables.mirrored, BINS / 2, ~simple, limit)
+            )
         return rows, *(np.concatenate(parts) for parts in zip(*listed, strict=True))
 
     def _possible_hits(self, visible, index, turned, wanted, limit):
@@ -689,7 +711,12 @@ class _RayBlock:
         angle = np.stack([angle - self.MARGIN, angle + BIN + self.MARGIN])
         cos, sin = np.cos(angle), np.sin(angle)
         segment = tables.real[self.chosen[hit[rows]]]
-        ends, far, found, facing = [segment, segment + 1], np.zeros(len(rows)), np.ones(len(rows), bool), np.ones(len(rows), bool)
+        ends, far, found, facing = (
+            [segment, segment + 1],
+            np.zeros(len(rows)),
+            np.ones(len(rows), bool),
+            np.ones(len(rows), bool),
+        )
         for end, step in ((0, -1), (1, 1)):
             active = np.arange(len(rows))
             for extension in range(MAX_CHAIN):
@@ -753,10 +780,19 @@ class World:
         self.length = np.array([track.length for track in self.tracks])
         counts = [len(track.control_points) for track in self.tracks]
         self.segment_start = offsets([c + 2 for c in counts]) + 1
-        cubic = np.concatenate([np.pad(track.cubic, ((0, 0), (1, 1), (0, 0)), mode="wrap") for track in self.tracks], axis=1)
-        self.cubic = [np.ascontiguousarray(c) for c in cubic.transpose(2, 0, 1).reshape(8, -1)]  # ax bx cx dx ay by cy dy
+        cubic = np.concatenate(
+            [np.pad(track.cubic, ((0, 0), (1, 1), (0, 0)), mode="wrap") for track in self.tracks], axis=1
+        )
+        self.cubic = [
+            np.ascontiguousarray(c) for c in cubic.transpose(2, 0, 1).reshape(8, -1)
+        ]  # ax bx cx dx ay by cy dy
         arc, chord, width, slope = zip(*(self._padded_arc(track) for track in self.tracks), strict=True)
-        self.arc, self.chord, self.width_at_0, self.width_slope = joined(arc), joined(chord), joined(width), joined(slope)
+        self.arc, self.chord, self.width_at_0, self.width_slope = (
+            joined(arc),
+            joined(chord),
+            joined(width),
+            joined(slope),
+        )
 
         # -- walls
         vertex_start = offsets([len(t.vertex) for t in tables])
@@ -769,7 +805,9 @@ class World:
         walls = [np.pad(t.walls, ((0, 0), (0, widest - t.walls.shape[1])), constant_values=t.nothing) for t in tables]
         self.walls = joined(w + start for w, start in zip(walls, vertex_start, strict=True))
         wall_list_start = offsets([len(t.walls) for t in tables])
-        self.wall_list = joined(t.wall_list + start for t, start in zip(tables, wall_list_start, strict=True)).astype(np.intp)
+        self.wall_list = joined(t.wall_list + start for t, start in zip(tables, wall_list_start, strict=True)).astype(
+            np.intp
+        )
 
         # -- rays
         list_start = offsets([len(t.list_start) - 1 for t in tables])
@@ -792,7 +830,9 @@ class World:
     def _padded_arc(track: Track):
         """Arc length and chord by chord number, half-width as a line in s by segment; one segment more at each end."""
         chords = np.diff(track.arc)
-        arc = np.concatenate([track.arc[-CHORDS - 1 : -1] - track.length, track.arc[:-1], track.arc[:CHORDS] + track.length])
+        arc = np.concatenate(
+            [track.arc[-CHORDS - 1 : -1] - track.length, track.arc[:-1], track.arc[:CHORDS] + track.length]
+        )
         chord = np.concatenate([chords[-CHORDS:], chords, chords[:CHORDS]])
         width = np.pad(track.control_points[:, 2], (1, 2), mode="wrap")
         knots = np.append(arc[::CHORDS], arc[-1] + chord[-1])
@@ -876,7 +916,9 @@ class World:
         across = x * dy - y * dx
         for half in CHAIN_HALVES:
             vertex = np.minimum(segment + half, last)
-            passed = self.vertex_x.take(vertex, mode="clip") * dy - self.vertex_y.take(vertex, mode="clip") * dx > across
+            passed = (
+                self.vertex_x.take(vertex, mode="clip") * dy - self.vertex_y.take(vertex, mode="clip") * dx > across
+            )
             segment = np.where(passed, vertex, segment)
         normal_x, normal_y = self.normal_x.take(segment, mode="clip"), self.normal_y.take(segment, mode="clip")
         ahead = self.offset.take(segment, mode="clip") - normal_x * x - normal_y * y
@@ -884,7 +926,9 @@ class World:
         distance = 1.0 / np.maximum((normal_x * dx + normal_y * dy) / ahead, 1.0 / RAY_RANGE)
         listed = np.flatnonzero(count == 0)
         if len(listed):
-            distance.reshape(-1)[listed] = self._cast_listed(row.reshape(-1)[listed] >> CHAIN_BITS, listed, dx, dy, across, x, y)
+            distance.reshape(-1)[listed] = self._cast_listed(
+                row.reshape(-1)[listed] >> CHAIN_BITS, listed, dx, dy, across, x, y
+            )
         return distance
 
     def _cast_listed(self, lists, listed, dx, dy, across, x, y):
@@ -929,7 +973,21 @@ class RacerSim:
     The arrays a step returns, and the state arrays it leaves behind, are new ones every time: keep them as you like.
     """
 
-    FLOATS = ("x", "y", "vx", "vy", "heading", "yaw_rate", "speed", "steer", "throttle", "brake", "s", "centre_distance", "half_width")
+    FLOATS = (
+        "x",
+        "y",
+        "vx",
+        "vy",
+        "heading",
+        "yaw_rate",
+        "speed",
+        "steer",
+        "throttle",
+        "brake",
+        "s",
+        "centre_distance",
+        "half_width",
+    )
     COUNTERS = ("step_count", "stillness", "lap", "checkpoint", "lap_start", "lap_ticks")
     # lap_start: the tick at which the current lap began on the finish line, -1 on a lap begun elsewhere
     # lap_ticks: how long the last whole lap took, 0 before there is one
@@ -980,7 +1038,9 @@ class RacerSim:
                     "put it into one with the same number of cars"
                 )
         if state["track"].max() >= len(self.world.tracks):
-            raise ValueError(f"simulation state has a car on track number {state['track'].max()}, this one has {len(self.world.tracks)}")
+            raise ValueError(
+                f"simulation state has a car on track number {state['track'].max()}, this one has {len(self.world.tracks)}"
+            )
         for name in self.STATE:
             setattr(self, name, np.array(state[name]))
 
@@ -1040,7 +1100,9 @@ class RacerSim:
             centre = t.position(s)
             place = centre + lateral[:, None] * normal
             located = self.world.locate(track[on], *place.T)[0]
-            blocked = self.world.clearance[located] < WALL_TOUCH  # smoothed walls may cut a tight corner: start in the middle
+            blocked = (
+                self.world.clearance[located] < WALL_TOUCH
+            )  # smoothed walls may cut a tight corner: start in the middle
             x[on], y[on] = np.where(blocked[:, None], centre, place).T
             heading[on] = np.arctan2(tangent[:, 1], tangent[:, 0]) + (2 * turn[on] - 1) * ANYWHERE_HEADING
         self.place(cars, x, y, heading, speed * ANYWHERE_SPEED)

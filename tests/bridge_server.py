@@ -22,7 +22,7 @@ import numpy as np
 import websockets
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from racer_sim import DEFAULT_CONFIG, TRACKS, RacerSim  # noqa: E402
+from racer_sim import DEFAULT_CONFIG, TRACKS, RacerSim
 
 # What is sent instead of a step's reply. A function of the proper reply (a dict) gives text or bytes.
 BAD_REPLIES = {
@@ -81,7 +81,11 @@ def answer(session: dict, text) -> dict:
             return error(f'Unknown track "{track}". Available: {", ".join(TRACKS)}')
         session["sim"] = RacerSim(1, [track], request.get("config", DEFAULT_CONFIG))
         observation = session["sim"].observe()[0].tolist()
-        return {"type": "reset_result", "observation": observation, "info": {"tick": 0, "speed": 0, "lap": 1, "checkpoint": 0, "stepCount": 0}}
+        return {
+            "type": "reset_result",
+            "observation": observation,
+            "info": {"tick": 0, "speed": 0, "lap": 1, "checkpoint": 0, "stepCount": 0},
+        }
     if kind == "step":
         if session.get("sim") is None:
             return error("Call reset before step")
@@ -101,7 +105,12 @@ def step_result(sim: RacerSim, action) -> dict:
     observations, rewards, terminated, truncated = sim.step(np.array([action]))
     info = {key: float(value[0]) for key, value in sim.parts.items()}
     count = int(sim.step_count[0])
-    info |= {"tick": count, "rawSpeed": float(sim.speed[0]), "lap": int(sim.lap[0]), "checkpoint": int(sim.checkpoint[0])}
+    info |= {
+        "tick": count,
+        "rawSpeed": float(sim.speed[0]),
+        "lap": int(sim.lap[0]),
+        "checkpoint": int(sim.checkpoint[0]),
+    }
     info |= {"stepCount": count, "wallContact": bool(sim.wall_contact[0]), "stillnessCounter": int(sim.stillness[0])}
     result = {"type": "step_result", "observation": observations[0].tolist(), "reward": float(rewards[0])}
     return {**result, "terminated": bool(terminated[0]), "truncated": bool(truncated[0]), "info": info}
@@ -118,7 +127,12 @@ async def serve_car(connection, options) -> None:
                         return
                     continue
                 steps += 1
-            await connection.send(json.dumps(reply))
+            held = options.held
+            held.append((connection, json.dumps(reply)))
+            if len(held) >= options.together:
+                replies, options.held = held, []
+                for other, text in replies:
+                    await other.send(text)
     except websockets.ConnectionClosed:
         pass
 
@@ -181,7 +195,9 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS, help="what to do instead of answering a step")
     parser.add_argument("--after", type=int, default=0, help="how many steps of a connection are served well first")
     parser.add_argument("--raw", choices=RAW, help="be a server of another kind")
+    parser.add_argument("--together", type=int, default=1, help="answer nobody before this many requests are there")
     options = parser.parse_args()
+    options.held = []
     if options.raw:
         serve_raw(options.port, RAW[options.raw])
     asyncio.run(serve(options))

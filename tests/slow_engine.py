@@ -93,8 +93,15 @@ class SlowTrack:
             for _ in range(2):
                 line = np.stack([box(line[:, 0], 4), box(line[:, 1], 4)], axis=1)
             lines.append(line)
-        area = [abs(sum(np.cross(np.append(a, 0), np.append(b, 0))[2] for a, b in zip(line, np.roll(line, -1, 0), strict=True)))
-                for line in lines]
+        area = [
+            abs(
+                sum(
+                    np.cross(np.append(a, 0), np.append(b, 0))[2]
+                    for a, b in zip(line, np.roll(line, -1, 0), strict=True)
+                )
+            )
+            for line in lines
+        ]
         self.outer, self.inner = lines if area[0] > area[1] else lines[::-1]
         self.a = np.concatenate([self.outer, self.inner])
         self.e = np.concatenate([np.roll(self.outer, -1, 0), np.roll(self.inner, -1, 0)]) - self.a
@@ -108,7 +115,9 @@ class SlowTrack:
             c, middle = np.array(self.position(s)), math.floor(s / self.length * n + 0.5)
             ends = []
             for line in (self.inner, self.outer):
-                ends.append(min((line[(middle + o) % n] for o in range(-reach, reach + 1)), key=lambda p: math.dist(p, c)))
+                ends.append(
+                    min((line[(middle + o) % n] for o in range(-reach, reach + 1)), key=lambda p: math.dist(p, c))
+                )
             self.gates.append((ends[0], ends[1], self.tangent(s)))
 
     def project(self, x, y):
@@ -165,8 +174,16 @@ class SlowCar:
 
     def observe(self):
         rays = [self.track.ray(self.x, self.y, self.heading + math.radians(22.5 * k)) / 200 for k in range(-4, 5)]
-        return np.array([*rays, self.speed / 160, max(-1, min(1, self.yaw / 5)), self.steer,
-                         self.s / self.track.length, min(1, self.distance / 80)])
+        return np.array(
+            [
+                *rays,
+                self.speed / 160,
+                max(-1, min(1, self.yaw / 5)),
+                self.steer,
+                self.s / self.track.length,
+                min(1, self.distance / 80),
+            ]
+        )
 
     def step(self, action):
         dt = 1 / 60
@@ -180,7 +197,10 @@ class SlowCar:
         old = self.heading
         if v > 1:
             rear = (-0.75 * math.cos(old) + v * dt * math.cos(old), -0.75 * math.sin(old) + v * dt * math.sin(old))
-            front = (0.75 * math.cos(old) + v * dt * math.cos(old + delta), 0.75 * math.sin(old) + v * dt * math.sin(old + delta))
+            front = (
+                0.75 * math.cos(old) + v * dt * math.cos(old + delta),
+                0.75 * math.sin(old) + v * dt * math.sin(old + delta),
+            )
             self.heading = math.atan2(front[1] - rear[1], front[0] - rear[0])
         else:
             self.heading = old + delta * v * dt
@@ -261,11 +281,24 @@ class SlowCar:
         contact = self.track.nearest_wall(self.x, self.y)[0] < 2.0
         still = self.speed < w["stillnessSpeedThreshold"]
         self.stillness = self.stillness + 1 if still else 0
-        parts = {"progress": ds / length * w["progress"], "speed": self.speed / 160 * w["speedBonus"],
-                 "wall": w["wallPenalty"] * contact, "offTrack": w["offTrackPenalty"] * (self.surface() != 0),
-                 "backward": w["backwardPenalty"] * (ds < 0), "stillness": w["stillnessPenalty"] * still}
-        info = dict(parts, tick=self.step_count, rawSpeed=self.speed, lap=self.lap, checkpoint=self.checkpoint,
-                    stepCount=self.step_count, wallContact=contact, stillnessCounter=self.stillness)
+        parts = {
+            "progress": ds / length * w["progress"],
+            "speed": self.speed / 160 * w["speedBonus"],
+            "wall": w["wallPenalty"] * contact,
+            "offTrack": w["offTrackPenalty"] * (self.surface() != 0),
+            "backward": w["backwardPenalty"] * (ds < 0),
+            "stillness": w["stillnessPenalty"] * still,
+        }
+        info = dict(
+            parts,
+            tick=self.step_count,
+            rawSpeed=self.speed,
+            lap=self.lap,
+            checkpoint=self.checkpoint,
+            stepCount=self.step_count,
+            wallContact=contact,
+            stillnessCounter=self.stillness,
+        )
         terminated = self.stillness >= self.episode["stillnessTimeoutTicks"]
         truncated = self.step_count >= self.episode["maxSteps"]
         return self.observe(), sum(parts.values()), terminated, truncated, info

@@ -69,7 +69,9 @@ def test_info_has_the_game_s_keys_and_plain_types():
     assert all(type(info[key]) is kind for key, kind in STEP_INFO.items())
     assert type(reward) is float and type(terminated) is bool and type(truncated) is bool
     assert info["tick"] == info["stepCount"] == 1
-    assert reward == pytest.approx(sum(info[part] for part in ("progress", "speed", "wall", "offTrack", "backward", "stillness")))
+    assert reward == pytest.approx(
+        sum(info[part] for part in ("progress", "speed", "wall", "offTrack", "backward", "stillness"))
+    )
 
 
 def test_the_environment_gives_the_engine_s_numbers():
@@ -247,7 +249,10 @@ def test_vector_env_is_a_sync_vector_env_of_single_ones(short, start, everyone_a
     mine = RacerVectorEnv(5, tracks[:2], short, start=start, episode_statistics=False)
     assert mine.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     assert mine.single_action_space == sync.single_action_space and mine.action_space == sync.action_space
-    assert mine.single_observation_space == sync.single_observation_space and mine.observation_space == sync.observation_space
+    assert (
+        mine.single_observation_space == sync.single_observation_space
+        and mine.observation_space == sync.observation_space
+    )
     for (a, info_a), (b, info_b) in [(mine.reset(seed=3), sync.reset(seed=3)), (mine.reset(), sync.reset())]:
         assert_same(a, b)
         assert_same(info_a, info_b)
@@ -266,7 +271,9 @@ def test_vector_env_is_a_sync_vector_env_of_single_ones(short, start, everyone_a
 
 
 def test_reset_mask_is_that_of_sync_vector_env(short):
-    sync = SyncVectorEnv([lambda: RacerEnv(config_path=short, start="anywhere")] * 3, autoreset_mode=AutoresetMode.SAME_STEP)
+    sync = SyncVectorEnv(
+        [lambda: RacerEnv(config_path=short, start="anywhere")] * 3, autoreset_mode=AutoresetMode.SAME_STEP
+    )
     mine = RacerVectorEnv(3, config_path=short, start="anywhere")
     mine.reset(seed=1), sync.reset(seed=1)
     actions = np.tile(np.float32([0, 1, 0]), (3, 1))
@@ -282,7 +289,9 @@ def test_reset_mask_is_that_of_sync_vector_env(short):
 
 def test_episode_statistics_are_those_of_the_wrapper(short):
     mine = RacerVectorEnv(4, config_path=short, start="anywhere")
-    other = gym.wrappers.vector.RecordEpisodeStatistics(RacerVectorEnv(4, config_path=short, start="anywhere", episode_statistics=False))
+    other = gym.wrappers.vector.RecordEpisodeStatistics(
+        RacerVectorEnv(4, config_path=short, start="anywhere", episode_statistics=False)
+    )
     mine.reset(seed=2), other.reset(seed=2)
     seen = 0
     for t in range(120):
@@ -333,7 +342,9 @@ def test_async_vector_env_and_wrappers_drive_it():
     for _ in range(5):
         observations, *_ = envs.step(drive(observations).astype(np.float32))
     envs.close()
-    env = gym.wrappers.NormalizeObservation(gym.wrappers.TimeLimit(gym.wrappers.RescaleAction(RacerEnv(), np.float32(-1), np.float32(1)), 5))
+    env = gym.wrappers.NormalizeObservation(
+        gym.wrappers.TimeLimit(gym.wrappers.RescaleAction(RacerEnv(), np.float32(-1), np.float32(1)), 5)
+    )
     env.reset(seed=1)
     assert [env.step(np.float32([0, 1, -1]))[3] for _ in range(5)] == [False] * 4 + [True]
 

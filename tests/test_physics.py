@@ -211,7 +211,9 @@ def test_only_a_whole_lap_counts_from_any_start(name):
     for i, laps in enumerate(laps_at):
         gates, travelled = laps[0]
         assert gates >= GATES  # a whole lap of gates was crossed
-        assert travelled == pytest.approx(2 * track.length, abs=6), "the first lap counted ends at the second time over the line"
+        assert travelled == pytest.approx(2 * track.length, abs=6), (
+            "the first lap counted ends at the second time over the line"
+        )
         assert abs(sim.lap_ticks[i] - track.length / 2) <= 4
 
 

@@ -25,7 +25,13 @@ def put(sim: RacerSim, s: float, lateral: float = 0.0, turn: float = 0.0, speed:
     track = sim.world.tracks[0]
     (x, y), (tx, ty) = track.position(np.array(s)), track.tangent(np.array(s))
     heading = math.atan2(ty, tx) + turn
-    sim.place(np.array([0]), np.array([x - ty * lateral]), np.array([y + tx * lateral]), np.array([heading]), np.array([speed]))
+    sim.place(
+        np.array([0]),
+        np.array([x - ty * lateral]),
+        np.array([y + tx * lateral]),
+        np.array([heading]),
+        np.array([speed]),
+    )
 
 
 def test_reward_is_the_sum_of_its_parts():

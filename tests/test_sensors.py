@@ -20,7 +20,9 @@ def tangled_track(seed: int) -> Track:
     corners = int(rng.integers(6, 24))
     angle = np.sort(rng.random(corners)) * 2 * np.pi + np.linspace(0, 0.001, corners)
     radius = rng.uniform(120, 420) * (1 + 0.45 * rng.uniform(-1, 1, corners))
-    points = np.stack([radius * np.cos(angle), radius * np.sin(angle) * rng.uniform(0.5, 1), rng.uniform(8, 40, corners)], axis=1)
+    points = np.stack(
+        [radius * np.cos(angle), radius * np.sin(angle) * rng.uniform(0.5, 1), rng.uniform(8, 40, corners)], axis=1
+    )
     return Track(f"tangled-{seed}", points.tolist())
 
 
@@ -86,7 +88,9 @@ def test_rays_along_the_axes_and_the_borders_of_bins():
     for heading in np.arange(8) * math.pi / 4:
         mine = cast(track, points, np.full(len(points), heading))
         for k, angle in enumerate(RAY_ANGLES):
-            np.testing.assert_allclose(mine[k], brute_force_rays(track, points, np.full(len(points), heading + angle)), atol=1e-7)
+            np.testing.assert_allclose(
+                mine[k], brute_force_rays(track, points, np.full(len(points), heading + angle)), atol=1e-7
+            )
 
 
 def _distance(point, start, edge):

@@ -117,7 +117,10 @@ def replaced(index, value):
         (replaced(3, [300, 100, 9]), "control point 2 (300, 100, 15) is at the same place as point 3"),
         (replaced(5, [0, 0, 20]), "control point 5 (0, 0, 20) is at the same place as point 0"),
         (replaced(0, [1e7, 0, 20]), "control point 0"),
-        ([[0, 0, 20], [300, 0, 20], [5, 6, 20], [300, 12, 20], [0, 12, 20]], "the walls leave no road near control point"),
+        (
+            [[0, 0, 20], [300, 0, 20], [5, 6, 20], [300, 12, 20], [0, 12, 20]],
+            "the walls leave no road near control point",
+        ),
         ({"x": 1}, "control_points must be a list"),
     ],
 )
@@ -134,7 +137,11 @@ def test_an_unreadable_track_file_says_why(tmp_path):
         load_track("nope")
     with pytest.raises(ValueError, match="cannot be read"):
         load_track(str(tmp_path / "missing.json"))
-    for text, message in (("{", "is not JSON"), ("[]", "must be an object"), ('{"name": 3, "control_points": []}', "name must be a text")):
+    for text, message in (
+        ("{", "is not JSON"),
+        ("[]", "must be an object"),
+        ('{"name": 3, "control_points": []}', "name must be a text"),
+    ):
         path = tmp_path / "file.json"
         path.write_text(text)
         with pytest.raises(ValueError, match=message):

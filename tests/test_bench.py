@@ -1,0 +1,114 @@
+"""The benchmark's own promises: what it returns, how it exits, that it measures what it says. Never how fast."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import numpy as np
+import pytest
+
+import bench_racer
+from bench_racer import Args, lean, main, run_benchmark
+from racer_env import RacerVectorEnv
+from racer_sim import RacerSim
+
+KEYS = {"steps_per_sec", "mean_ms", "p50_ms", "p95_ms", "p99_ms", "passed"}
+QUICK = {"steps": 5, "warmup": 2, "repeats": 1}
+
+
+def test_run_benchmark_returns_its_numbers():
+    result = run_benchmark(steps=20, target=1.0, warmup=3)
+    assert set(result) >= KEYS and result["passed"] is True
+    assert result["p50_ms"] <= result["p95_ms"] <= result["p99_ms"]
+    assert result["steps_per_sec"] == pytest.approx(1e3 / result["mean_ms"], rel=0.01)
+    assert run_benchmark(steps=5, target=1e15, warmup=0)["passed"] is False
+
+
+def test_steps_per_second_count_all_cars():
+    result = run_benchmark(steps=10, warmup=1, num_envs=16)
+    assert result["steps_per_sec"] == pytest.approx(16e3 / result["mean_ms"], rel=0.01)
+
+
+class SlowEnv:
+    """Three calls that take long, then quick ones: what a start looks like."""
+
+    def __init__(self):
+        self.calls, self.closed = 0, False
+
+    def reset(self, seed):
+        return np.zeros((1, 14)), {}
+
+    def step(self, actions):
+        self.calls += 1
+        if self.calls <= 3:
+            time.sleep(0.2)
+        return np.zeros((1, 14)), None, None, None
+
+    def close(self):
+        self.closed = True
+
+
+def test_warmup_is_not_timed(monkeypatch):
+    env = SlowEnv()
+    monkeypatch.setattr(bench_racer, "RacerVectorEnv", lambda *_: env)
+    result = run_benchmark(steps=10, warmup=3, repeats=1)
+    assert env.calls == 13 and env.closed
+    assert result["p99_ms"] < 200
+
+
+def test_the_environment_is_closed_after_an_error(monkeypatch):
+    env = SlowEnv()
+    env.step = lambda actions: 1 / 0
+    monkeypatch.setattr(bench_racer, "RacerVectorEnv", lambda *_: env)
+    with pytest.raises(ZeroDivisionError):
+        run_benchmark(**QUICK)
+    assert env.closed
+
+
+def test_exit_code_says_whether_the_target_was_reached(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench_racer, "CAR_COUNTS", (1, 4))
+    path = tmp_path / "out.json"
+    assert main(Args(**QUICK, target=1.0, json=path)) == 0
+    assert "reached" in capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert [row["label"] for row in written["rows"]] == ["1", "4", "1,024 on 3 tracks", "1,024 in the walls"]
+    assert written["passed"] and set(written["rows"][0]) >= KEYS and written["machine"]["cores"]
+    assert main(Args(**QUICK, target=1e15)) == 1
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_the_bridge_is_measured_with_one_and_many_connections(good_bridge, capsys, tmp_path):
+    path = tmp_path / "out.json"
+    assert main(Args(**QUICK, bridge_url=(good_bridge.url,), num_envs=3, target=1.0, json=path)) == 0
+    assert [row["num_envs"] for row in json.loads(path.read_text())["rows"]] == [1, 3]
+
+
+def test_no_bridge_is_exit_code_2(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert main(Args(**QUICK, bridge_url=(f"ws://127.0.0.1:{port}",))) == 2
+    assert "no game bridge at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("steps", 0), ("repeats", 0), ("warmup", -1), ("num_envs", 0), ("target", -1.0)]
+)
+def test_bad_flags_are_named(name, value):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}"):
+        Args(**{name: value})
+
+
+def test_the_drivers_do_what_the_rows_say():
+    driving, leaning = RacerVectorEnv(64, start="anywhere"), RacerSim(64, start="anywhere")
+    observations, _ = driving.reset(seed=0)
+    leaned = leaning.observe()
+    contacts, leaning_contacts = [], []
+    for _ in range(250):
+        observations, *_, infos = driving.step(bench_racer.drive(observations))
+        contacts.append(infos["wallContact"].mean())
+        leaned, *_ = leaning.step(lean(leaned))
+        leaning_contacts.append(leaning.wall_contact.mean())
+    assert infos["rawSpeed"].mean() > 60 and np.mean(contacts[100:]) < 0.05, "cars that drive"
+    assert np.mean(leaning_contacts[150:]) > 0.5, "most cars are in the walls"

@@ -1,0 +1,288 @@
+"""The bridge client on a real socket, to a server in its own process: the same numbers as embedded, and every fault named."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+import warnings
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from bridge_server import BAD_REPLIES
+from conftest import drive
+from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import racer_env
+from racer_env import BridgeError, RacerEnv, RacerVectorEnv
+
+GO = np.array([0.0, 1.0, 0.0])
+
+
+@pytest.fixture
+def short_timeouts(monkeypatch):
+    monkeypatch.setattr(racer_env, "REPLY_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(racer_env, "CONNECT_TIMEOUT_S", 0.7)
+
+
+def test_the_promised_timeouts():
+    assert (racer_env.CONNECT_TIMEOUT_S, racer_env.REPLY_TIMEOUT_S) == (10.0, 30.0)
+
+
+# -- the same environment ----------------------------------------------------------------------------------------------
+
+
+def test_one_car_drives_the_same_on_both_backends(good_bridge):
+    bridge, embedded = RacerEnv("track-02", bridge_url=good_bridge.url), RacerEnv("track-02")
+    (a, info_a), (b, info_b) = bridge.reset(seed=1), embedded.reset(seed=1)
+    np.testing.assert_array_equal(a, b)
+    assert info_a == info_b
+    for _ in range(300):
+        action = drive(a[None])[0].astype(np.float32)
+        (a, *x), (b, *y) = bridge.step(action), embedded.step(action)
+        np.testing.assert_array_equal(a, b)
+        assert x == y
+        assert {k: type(v) for k, v in x[3].items()} == {k: type(v) for k, v in y[3].items()}
+    bridge.close()
+
+
+def test_check_env_passes_without_warnings_on_the_bridge(good_bridge):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for env in (
+            RacerEnv(bridge_url=good_bridge.url),
+            gym.make(racer_env.ENV_ID, bridge_url=good_bridge.url, render_mode="rgb_array"),
+        ):
+            check_env(env.unwrapped)
+            env.close()
+
+
+def test_many_cars_on_two_bridges_equal_the_embedded_ones(good_bridge, bridge, tmp_path):
+    path = tmp_path / "short.json"
+    path.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text().replace("3000", "40").replace("180", "25"))
+    urls, tracks = [good_bridge.url, bridge().url], ["track-01", "track-03", "track-02"]
+    mine = RacerVectorEnv(5, tracks, path, bridge_url=urls, episode_statistics=False)
+    embedded = RacerVectorEnv(5, tracks, path, episode_statistics=False)
+    a, b = mine.reset(seed=0), embedded.reset(seed=0)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        np.testing.assert_array_equal(a[0], b[0])
+        assert str(a[-1]) == str(b[-1])
+        actions = rng.uniform([-1, 0, 0], 1, (5, 3))
+        actions[2] = 0
+        a, b = mine.step(actions), embedded.step(actions)
+        for x, y in zip(a[1:4], b[1:4], strict=True):
+            np.testing.assert_array_equal(x, y)
+    mine.close()
+
+
+def test_gymnasium_s_sync_vector_env_over_the_bridge(good_bridge):
+    sync = SyncVectorEnv([lambda: RacerEnv(bridge_url=good_bridge.url)] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    sync.reset(seed=0)
+    sync.step(np.tile(GO, (2, 1)).astype(np.float32))
+    sync.close()
+
+
+def test_rendering_a_car_in_the_game_shows_where_it_is(good_bridge):
+    bridge, embedded = (
+        RacerEnv("track-03", bridge_url=url, render_mode="rgb_array") for url in (good_bridge.url, None)
+    )
+    bridge.reset(), embedded.reset()
+    for _ in range(40):
+        bridge.step(GO), embedded.step(GO)
+    np.testing.assert_array_equal(bridge.render(), embedded.render())
+    bridge.close()
+
+
+def test_all_requests_are_sent_before_the_first_reply_is_read(bridge, short_timeouts):
+    """A server that answers nobody before it has heard from everybody: only requests in flight together get through."""
+    envs = RacerVectorEnv(4, bridge_url=bridge("--together", "4").url)
+    envs.reset(seed=0)
+    for _ in range(3):
+        envs.step(np.tile(GO, (4, 1)))
+    envs.close()
+
+
+def test_the_config_goes_with_every_reset_and_acts(good_bridge, tmp_path):
+    path = tmp_path / "bonus.json"
+    path.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text().replace('"speedBonus": 0.0', '"speedBonus": 1.5'))
+    env = RacerEnv(bridge_url=good_bridge.url, config_path=path)
+    for _ in range(2):
+        env.reset()
+        for _ in range(10):
+            info = env.step(GO)[4]
+        assert info["speed"] == pytest.approx(1.5 * info["rawSpeed"] / 160)
+    env.close()
+
+
+def test_a_bad_config_is_refused_before_anything_is_sent(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with pytest.raises(ValueError, match="weights is missing"):
+            RacerEnv(bridge_url=f"ws://127.0.0.1:{server.getsockname()[1]}", config_path=path)
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+# -- no bridge ---------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_no_server_says_which_url_and_what_to_do():
+    url = f"ws://127.0.0.1:{free_port()}"
+    for make in (lambda: RacerEnv(bridge_url=url), lambda: RacerVectorEnv(3, bridge_url=url)):
+        with pytest.raises(BridgeError) as error:
+            make()
+        message = str(error.value)
+        assert url in message and "connection refused" in message
+        assert "npx tsx src/ai/run-bridge.ts" in message and "embedded engine" in message
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost:9876", "localhost:9876", "wss://localhost:1", "ws://", "ws://h:99999", "ws://:80", "", 7]
+)
+def test_a_url_that_cannot_be_one_is_refused(url):
+    with pytest.raises(BridgeError, match="not a bridge URL; it must look like ws://localhost:9876") as error:
+        RacerEnv(bridge_url=url) if isinstance(url, str) else RacerEnv(bridge_url=[url])
+    assert isinstance(error.value, ValueError) and repr(url) in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["http", "forbidden", "garbage"])
+def test_a_server_that_is_no_websocket_server(bridge, kind):
+    url = bridge("--raw", kind).url
+    with pytest.raises(BridgeError, match="not a WebSocket server") as error:
+        RacerEnv(bridge_url=url)
+    assert url in str(error.value)
+
+
+def test_a_server_that_accepts_and_says_nothing(bridge, short_timeouts):
+    with pytest.raises(BridgeError, match=r"no answer within 0\.7 s"):
+        RacerEnv(bridge_url=bridge("--raw", "silent").url)
+
+
+def test_one_dead_bridge_of_two_closes_the_connections_to_the_other(good_bridge):
+    with pytest.raises(BridgeError, match="connection refused"):
+        RacerVectorEnv(4, bridge_url=[good_bridge.url, f"ws://127.0.0.1:{free_port()}"])
+
+
+# -- faults in mid-run -------------------------------------------------------------------------------------------------
+
+
+def run_into_fault(url: str, steps: int, cars: int = 1) -> str:
+    """Drive into a fault. -> the message; and after it: every call says closed, closing works."""
+    envs = RacerVectorEnv(cars, bridge_url=url)
+    envs.reset(seed=0)
+    for _ in range(steps):
+        envs.step(np.tile(GO, (cars, 1)))
+    with pytest.raises(BridgeError) as error:
+        envs.step(np.tile(GO, (cars, 1)))
+    with pytest.raises((BridgeError, ValueError)):
+        envs.step(np.tile(GO, (cars, 1)))
+    with pytest.raises(BridgeError, match="closed; make a new environment"):
+        envs.reset()
+    envs.close()
+    envs.close()
+    assert url in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("die", "(connection was lost|game is gone)"),
+        ("cut", "(connection was lost|game is gone)"),
+        ("close", r"the server closed the connection \(code 1001\)"),
+        ("stall", r"no reply within 0\.6 s"),
+        ("drip", r"no reply within 0\.6 s"),
+    ],
+)
+def test_a_server_that_fails_in_mid_step(bridge, short_timeouts, fault, message):
+    begun = time.monotonic()
+    said = run_into_fault(bridge("--fault", fault, "--after", "5").url, 5, cars=3)
+    assert re.search(message, said), said
+    assert re.search(r"bridge connection \d", said) and "after 5 steps" in said
+    assert time.monotonic() - begun < 30, "it hung"
+
+
+NAMED = {
+    "not-json": "the reply is not JSON .*: steer left",
+    "not-object": r"the reply is not a JSON object: \[1, 2, 3\]",
+    "deep-json": "the reply is not JSON",
+    "wrong-type": "the reply's type is 'reset_result', expected 'step_result'",
+    "no-type": "the reply's type is 'None'",
+    "no-observation": "observation is null, it must be a list of 14 numbers",
+    "no-reward": "the reply lacks reward",
+    "no-terminated": "the reply lacks terminated",
+    "no-info": "info is null, it must be an object",
+    "no-lap": r"the reply lacks info\.lap",
+    "13-numbers": "observation has 13 elements, it must be a list of 14 numbers",
+    "null-ray": r"observation\[0\] is null, it must be a finite number",
+    "nan-ray": r"observation\[0\] is NaN, it must be a finite number",
+    "inf-ray": r"observation\[0\] is Infinity, it must be a finite number",
+    "huge-ray": r"observation has 15 elements|observation\[0\] is Infinity",
+    "text-ray": r'observation\[0\] is "0.5", it must be a finite number',
+    "true-ray": r"observation\[0\] is true, it must be a finite number",
+    "far-ray": r"observation\[0\] \(ray0\) is 7\.25, it must be in \[0, 1\]",
+    "observation-object": r'observation is \{"0": 1\}',
+    "null-reward": "reward is null, it must be a finite number",
+    "text-reward": 'reward is "1", it must be a finite number',
+    "number-terminated": "terminated is 0, it must be true or false",
+    "half-lap": r"info\.lap is 1\.5, it must be a whole number",
+    "null-progress": r"info\.progress is null",
+    "info-list": r"info is \[1\], it must be an object",
+    "binary": "the reply is binary",
+    "too-long": "longer than 65,536 bytes",
+    "error": "the game answered with an error: engine exploded",
+}
+
+
+@pytest.mark.parametrize("fault", BAD_REPLIES)
+def test_a_bad_reply_is_named_and_shown(bridge, fault):
+    said = run_into_fault(bridge("--fault", fault, "--after", "2").url, 2)
+    assert re.search(NAMED[fault], said), said
+    assert "bridge connection 0" in said and "after 2 steps" in said
+
+
+def test_the_game_s_own_errors_come_through(good_bridge):
+    env = RacerEnv("track-77", bridge_url=good_bridge.url)
+    with pytest.raises(BridgeError, match=r'Unknown track "track-77"\. Available: track-01, track-02, track-03'):
+        env.reset()
+    env.close()
+
+
+def test_a_request_too_long_for_the_game_is_an_error_not_a_hang(good_bridge, short_timeouts):
+    env = RacerEnv("x" * 70_000, bridge_url=good_bridge.url)
+    with pytest.raises(BridgeError, match=r"closed the connection \(code 1009\)|connection was lost|game is gone"):
+        env.reset()
+    env.close()
+
+
+def test_close_does_not_wait_for_a_stalled_server(bridge):
+    """The default reply timeout is 30 s; a close that waited for the server would run into the test's own limit."""
+    env = RacerEnv(bridge_url=bridge("--fault", "stall").url)
+    env.reset()
+    connection = env._cars.connections[0]
+    connection.send_step(GO)
+    begun = time.monotonic()
+    env.close()
+    env.close()
+    assert time.monotonic() - begun < 15
+
+
+def test_an_environment_can_be_made_again_after_a_failure(bridge):
+    server = bridge("--fault", "cut", "--after", "3")
+    for _ in range(2):
+        env = RacerEnv(bridge_url=server.url)
+        env.reset()
+        with pytest.raises(BridgeError):
+            for _ in range(4):
+                env.step(GO)
+        env.close()
