@@ -411,6 +411,7 @@ CHAIN_HALVES = (8, 4, 2, 1)
 CHAIN_BITS = 5  # a row is `first << CHAIN_BITS | length`; length 0 means "first is the number of a candidate list"
 PAD = MAX_CHAIN + 4  # closed lines are stored with this much overlap, so that a chain never has to wrap
 BLOCK = 8  # tables are built for BLOCK x BLOCK cells at a time
+SAMPLE_SPACING = 2.0  # of the centreline samples that guesses are made from
 UNIQUE_BRANCH = 0.25  # nearer to a centre of curvature than this share of its radius, the projection is searched for
 
 
@@ -505,8 +506,8 @@ class Tables:
         self.wall_list = np.zeros(cells * SPLIT**2, np.int32)
         grid = (np.arange(SPLIT) + 0.5) * SUBCELL - CELL / 2
         inner = np.stack(np.meshgrid(grid, grid), axis=-1).reshape(-1, 2)  # row by row, as in World.locate
-        samples_u = np.arange(math.ceil(track.length / 2)) * len(track.control_points) / math.ceil(track.length / 2)
-        samples_u = track.parameter(np.arange(len(samples_u)) * track.length / len(samples_u))
+        count = math.ceil(track.length / SAMPLE_SPACING)
+        samples_u = track.parameter(np.arange(count) * track.length / count)
         samples = track.spline(samples_u)
         start, edge = self.vertex[self.real], self.edge[self.real]
         near_cells, near_walls = [], []
@@ -516,15 +517,20 @@ class Tables:
             middle = points.mean(0)
             reach = np.hypot(*(points - middle).T).max()
             self.guess[:, where] = self._project_centres(track, points, middle, reach, samples_u, samples)
-            # walls
+            # walls, in single precision: the bounds are taken a little wider than they are
             to_middle = _distance_to_segments(middle, start, edge)
             chosen = np.flatnonzero(to_middle <= max(to_middle.min(), WALL_TOUCH + SUBCELL) + 2 * reach)
-            a, e = start[chosen], edge[chosen]
-            ox, oy = a[:, 0] - points[:, :1], a[:, 1] - points[:, 1:]
-            share = np.clip(-(ox * e[:, 0] + oy * e[:, 1]) / (e**2).sum(1), 0, 1)
-            distance = np.hypot(ox + share * e[:, 0], oy + share * e[:, 1])
-            self.clearance[where] = np.maximum(0, distance.min(1) - SUBCELL * 0.7072)
-            i, j = np.nonzero(distance < WALL_TOUCH + SUBCELL * 0.7072)
+            (px, py), (sx, sy), (ex, ey) = (
+                np.float32(a.T) for a in (points - middle, start[chosen] - middle, edge[chosen])
+            )
+            ox, oy = px[:, None] - sx, py[:, None] - sy
+            share = np.minimum(np.maximum((ox * ex + oy * ey) / (ex * ex + ey * ey), 0), 1)
+            ox -= share * ex
+            oy -= share * ey
+            squared = ox * ox + oy * oy
+            margin = SUBCELL * math.sqrt(0.5) + 1e-3
+            self.clearance[where] = np.maximum(0, np.sqrt(squared.min(1)) - margin)
+            i, j = np.nonzero(squared < (WALL_TOUCH + margin) ** 2)
             near_cells.append(where.start + i)
             near_walls.append(self.real[chosen[j]])
         self._pack_wall_lists(np.concatenate(near_cells), np.concatenate(near_walls))
@@ -533,18 +539,20 @@ class Tables:
         """Nearest spline parameter and its gradient for the points of one block; NaN where it is not unique. -> (3, P)"""
         to_middle = np.hypot(*(samples - middle).T)
         chosen = np.flatnonzero(to_middle <= to_middle.min() + 2 * reach + 4)
-        distance = np.sqrt(_squared_distances(points, samples[chosen]))
-        nearest = distance.argmin(1)
+        squared = _squared_distances(np.float32(points - middle), np.float32(samples[chosen] - middle))
+        nearest = squared.argmin(1)
         # Another local minimum that could win somewhere in the subcell? (Its neighbours may lie outside of `chosen`.)
-        u = samples_u[chosen[nearest]]
-        length = len(track.control_points)
-        away = np.abs(samples_u[chosen] - u[:, None])
-        gap = np.minimum(away, length - away) * (track.length / length)
         connected = np.roll(chosen, -1) == (chosen + 1) % len(samples)  # or a break in the run of samples
-        right = np.where(connected, np.roll(distance, -1, 1), np.inf)
-        left = np.where(np.roll(connected, 1), np.roll(distance, 1, 1), np.inf)
-        dip = (distance <= left) & (distance <= right) & (distance <= distance.min(1, keepdims=True) + 1.5 * SUBCELL)
-        unique = ~(dip & (gap > 5)).any(1)
+        right = np.where(connected, np.roll(squared, -1, 1), np.float32(np.inf))
+        left = np.where(np.roll(connected, 1), np.roll(squared, 1, 1), np.float32(np.inf))
+        point, minimum = np.nonzero((squared <= left) & (squared <= right))
+        away = np.abs(chosen[minimum] - chosen[nearest[point]])
+        other = np.minimum(away, len(samples) - away) * SAMPLE_SPACING > 5
+        point, minimum = point[other], minimum[other]
+        close = np.sqrt(squared[point, minimum]) <= np.sqrt(squared[point, nearest[point]]) + 1.5 * SUBCELL
+        unique = np.ones(len(points), bool)
+        unique[point[close]] = False
+        u, length = samples_u[chosen[nearest]], len(track.control_points)
         for _ in range(3):
             p, (q, r) = track.spline(np.mod(u, length)) - points, track.spline_derivatives(np.mod(u, length))
             slope = (q * q).sum(1)

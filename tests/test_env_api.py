@@ -287,25 +287,32 @@ def test_reset_mask_is_that_of_sync_vector_env(short):
         mine.reset(options={"reset_mask": np.array([1, 0, 1])})
 
 
-def test_episode_statistics_are_those_of_the_wrapper(short):
-    mine = RacerVectorEnv(4, config_path=short, start="anywhere")
-    other = gym.wrappers.vector.RecordEpisodeStatistics(
-        RacerVectorEnv(4, config_path=short, start="anywhere", episode_statistics=False)
-    )
-    mine.reset(seed=2), other.reset(seed=2)
-    seen = 0
+def test_episode_statistics_are_the_sums_over_an_episode(short):
+    envs = RacerVectorEnv(4, config_path=short, start="anywhere")
+    envs.reset(seed=2)
+    returns, lengths, seen = np.zeros(4), np.zeros(4, int), 0
     for t in range(120):
         actions = np.tile(np.float32([0, t % 2, 0]), (4, 1))
         actions[0] = 0
-        a, b = mine.step(actions)[4], other.step(actions)[4]
-        assert ("episode" in a) == ("episode" in b) == ("_episode" in a)
-        if "episode" in a:
-            seen += int(a["_episode"].sum())
-            np.testing.assert_array_equal(a["_episode"], b["_episode"])
-            np.testing.assert_array_equal(a["episode"]["l"], b["episode"]["l"])
-            np.testing.assert_allclose(a["episode"]["r"], b["episode"]["r"], atol=1e-12)
-            assert ((a["episode"]["t"] > 0) == a["_episode"]).all()
+        _, rewards, terminated, truncated, infos = envs.step(actions)
+        returns, lengths, done = returns + rewards, lengths + 1, terminated | truncated
+        assert ("episode" in infos) == ("_episode" in infos) == done.any()
+        if done.any():
+            np.testing.assert_array_equal(infos["_episode"], done)
+            np.testing.assert_array_equal(infos["episode"]["l"], np.where(done, lengths, 0))
+            np.testing.assert_allclose(infos["episode"]["r"], np.where(done, returns, 0), atol=1e-12)
+            assert ((infos["episode"]["t"] > 0) == done).all()
+        seen += int(done.sum())
+        returns[done], lengths[done] = 0, 0
     assert seen > 8
+
+
+def test_gymnasium_s_statistics_wrapper_can_take_over(short):
+    envs = RacerVectorEnv(2, config_path=short, episode_statistics=False)
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
+    envs.reset(seed=2)
+    infos = [envs.step(np.zeros((2, 3), np.float32))[4] for _ in range(25)]
+    assert infos[-1]["_episode"].all()
 
 
 def test_final_observation_belongs_to_the_old_episode(short):
