@@ -112,6 +112,8 @@ def run_benchmark(
     repeats: int = 3,
 ) -> dict:
     """One row: steps/s of all cars together, and the latency of one step() call. The median repeat by steps/s."""
+    if steps < 1 or repeats < 1 or warmup < 0:
+        raise ValueError(f"steps={steps}, repeats={repeats}, warmup={warmup}: at least 1, 1 and 0 are needed")
     tracks = [track_id] if isinstance(track_id, str) else list(track_id)
     start = "grid" if bridge_url else "anywhere"  # spread over the track, as in training
     envs = (
@@ -211,6 +213,12 @@ def print_row(row: dict) -> None:
 
 def main(args: Args) -> int:
     target = args.target if args.target is not None else (BRIDGE_TARGET if args.bridge_url else EMBEDDED_TARGET)
+    if args.json:  # rather now than after the measuring
+        try:
+            args.json.touch()
+        except OSError as error:
+            print(f"bench_racer: --json {args.json} cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
     print_header(embedded=not args.bridge_url)
     try:
         rows = bench_bridge(args, target) if args.bridge_url else bench_embedded(args, target)

@@ -76,6 +76,8 @@ RESET_INFO = ("lap", "checkpoint", "stepCount")
 
 ENV_ID = "TopDownRacer-v0"
 DEFAULT_CONFIG_PATH = Path(__file__).with_name("ai-config.json")
+NO_LIMIT = np.int64(2**62)
+STAGGER_STRIDE = 7919  # a prime: with it, cars that are neighbours are far apart in the order of first endings
 DEFAULT_BRIDGE_URL = "ws://localhost:9876"
 CONNECT_TIMEOUT_S = 10.0
 REPLY_TIMEOUT_S = 30.0
@@ -107,6 +109,8 @@ def load_config(config_path: str | Path | None = None) -> dict:
 
     Nothing is filled in: the game accepts a config with missing parts and then sends rewards that are not numbers.
     """
+    if config_path is not None and not isinstance(config_path, (str, Path)):
+        raise ValueError(f"config_path is {_start_of(config_path)}; it must be the path of a JSON file")
     path = Path(config_path) if config_path is not None else DEFAULT_CONFIG_PATH
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -174,7 +178,10 @@ def _start_of(value, length: int = 80) -> str:
 
 def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
     """Actions as finite float64 of that shape, or a ValueError that names the value. The box is not enforced: the game clamps."""
-    array = np.asarray(actions)
+    try:
+        array = np.asarray(actions)
+    except ValueError as error:
+        raise ValueError(f"action is ragged: {_start_of(actions)}; it must have shape {shape}") from error
     if array.dtype.kind not in "fiu":
         raise ValueError(
             f"action has dtype {array.dtype}: {_start_of(actions)}; it must be numbers {list(ACTION_NAMES)}"
@@ -228,21 +235,17 @@ class EmbeddedCars:
     def step(self, actions: np.ndarray):
         sim = self.sim
         observations, rewards, terminated, truncated = sim.step(actions)
-        info = {
+        info = {  # copies: what a user writes into infos is no business of the cars
             **sim.parts,
-            "tick": sim.step_count,
-            "rawSpeed": sim.speed,
-            "lap": sim.lap,
-            "checkpoint": sim.checkpoint,
-            "stepCount": sim.step_count,
-            "wallContact": sim.wall_contact,
-            "stillnessCounter": sim.stillness,
+            "tick": sim.step_count.copy(),
+            "rawSpeed": sim.speed.copy(),
+            "lap": sim.lap.copy(),
+            "checkpoint": sim.checkpoint.copy(),
+            "stepCount": sim.step_count.copy(),
+            "wallContact": sim.wall_contact.copy(),
+            "stillnessCounter": sim.stillness.copy(),
         }
         return observations.astype(np.float32), rewards, terminated, truncated, info
-
-    def positions(self):
-        """x, y, heading of all cars, for pictures."""
-        return self.sim.x, self.sim.y, self.sim.heading
 
     def close(self) -> None:
         pass
@@ -287,10 +290,10 @@ class BridgeConnection:
         host, port = self._parse(url)
         sock = None
         try:
-            plain = socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S)
-            sock = _DeadlineSocket(fileno=plain.detach())
+            deadline = time.monotonic() + CONNECT_TIMEOUT_S  # for all addresses of the name and the handshake together
+            sock = self._connect(host, port, deadline)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.expect(CONNECT_TIMEOUT_S, MAX_REPLY_BYTES)
+            sock.expect(deadline - time.monotonic(), MAX_REPLY_BYTES)
             self.websocket = websocket.create_connection(url, timeout=CONNECT_TIMEOUT_S, socket=sock, redirect_limit=0)
         except Exception as error:  # the library raises a dozen kinds for a dozen kinds of wrong server
             if sock is not None:
@@ -307,6 +310,19 @@ class BridgeConnection:
         if scheme != "ws" or not host or port == 0:
             raise BridgeUrlError(f"{url!r} is not a bridge URL; it must look like {DEFAULT_BRIDGE_URL}. {BRIDGE_HINT}")
         return host, port or 80
+
+    @staticmethod
+    def _connect(host: str, port: int, deadline: float) -> _DeadlineSocket:
+        """The first address of the host that answers. localhost, say, is ::1 and 127.0.0.1."""
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for i, (*_, address) in enumerate(addresses):
+            try:
+                plain = socket.create_connection(address[:2], timeout=max(deadline - time.monotonic(), 0.01))
+                return _DeadlineSocket(fileno=plain.detach())
+            except OSError:
+                if i + 1 == len(addresses) or time.monotonic() >= deadline:
+                    raise
+        raise OSError("the name has no address")
 
     @staticmethod
     def _connect_problem(error: Exception) -> str:
@@ -347,14 +363,17 @@ class BridgeConnection:
         try:
             self.websocket.sock.expect(REPLY_TIMEOUT_S, MAX_REPLY_BYTES + 64)  # and some for frame headers and pings
             opcode, data = self.websocket.recv_data()
+            if len(data) > MAX_REPLY_BYTES:
+                raise _TooLong
         except _TooLong as error:
-            raise self._fail(
-                f"the reply to a request for {expected} is longer than {MAX_REPLY_BYTES:,} bytes"
-            ) from error
+            begin = b"".join(self.websocket.frame_buffer.recv_buffer)[:80].decode("utf-8", errors="replace")
+            raise self._fail(f"the reply is longer than {MAX_REPLY_BYTES:,} bytes: {_start_of(begin)}") from error
         except (TimeoutError, websocket.WebSocketTimeoutException) as error:
             raise self._fail(
                 f"no reply within {REPLY_TIMEOUT_S:g} s; the game stalls or has stopped. {BRIDGE_HINT}"
             ) from error
+        except (websocket.WebSocketProtocolException, websocket.WebSocketPayloadException, UnicodeError) as error:
+            raise self._fail(f"the reply is not a text frame of WebSocket ({_start_of(str(error))})") from error
         except (OSError, websocket.WebSocketException, ValueError, AttributeError) as error:
             raise self._fail(
                 f"the connection was lost ({_start_of(str(error) or type(error).__name__)}). {BRIDGE_HINT}"
@@ -515,22 +534,25 @@ class _CloseOnError:
             self.cars.close()
 
 
+def as_names(value, argument: str, hint: str) -> list[str]:
+    """One name or a list of names -> a list of names."""
+    names = [value] if isinstance(value, (str, Path)) else value
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, (str, Path)) for name in names):
+        raise ValueError(f"{argument} is {_start_of(value)}; it must be a text, or a list of at least one. {hint}")
+    return [str(name) for name in names]
+
+
 def make_cars(num_cars: int, track_id, config_path, bridge_url, start: str):
     """The backend for N cars: embedded, or on one or several bridges if a URL is given. All checks of what the user gave."""
     if isinstance(num_cars, bool) or not isinstance(num_cars, (int, np.integer)) or num_cars < 1:
         raise ValueError(f"num_envs is {num_cars!r}; it must be a whole number, 1 or more")
     if start not in STARTS:
         raise ValueError(f"unknown start {start!r}. Available: {', '.join(STARTS)}")
-    track_ids = [track_id] if isinstance(track_id, (str, Path)) else list(track_id)
-    if not track_ids:
-        raise ValueError(f"track_id is empty. Available: {', '.join(TRACKS)}")
-    track_ids = [str(track) for track in track_ids]
+    track_ids = as_names(track_id, "track_id", f"Available: {', '.join(TRACKS)}")
     config = load_config(config_path)
     if bridge_url is None:
         return EmbeddedCars(int(num_cars), track_ids, config, start), config
-    urls = [bridge_url] if isinstance(bridge_url, str) else list(bridge_url)
-    if not urls:
-        raise ValueError("bridge_url is an empty list; leave it out to drive on the embedded engine")
+    urls = as_names(bridge_url, "bridge_url", "Leave it out to drive on the embedded engine")
     if start != "grid":
         raise ValueError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
     for track in track_ids:
@@ -620,6 +642,11 @@ class RacerEnv(gym.Env):
         self.observation_space, self.action_space = observation_space(), action_space()
         self.render_mode = render_mode
         self._state = "new"  # -> "running" <-> "ended", -> "closed"
+        for argument, value in (("track_id", track_id), ("bridge_url", bridge_url)):
+            if isinstance(value, (list, tuple)):
+                raise ValueError(
+                    f"{argument} is a list: {_start_of(value)}; one car takes one, RacerVectorEnv takes several"
+                )
         self._cars, self.config = make_cars(1, track_id, config_path, bridge_url, start)
         self._camera = _Camera(self._cars, track_id, self.config) if render_mode else None
         # What gym.make would note: with it, Gymnasium's tools can make another one like this.
@@ -670,8 +697,9 @@ def _check_render_mode(render_mode, track_id, bridge_url) -> None:
     modes = RacerEnv.metadata["render_modes"]
     if render_mode is not None and render_mode not in modes:
         raise ValueError(f"unknown render_mode {render_mode!r}. Available: {', '.join(modes)}")
-    tracks = [track_id] if isinstance(track_id, (str, Path)) else track_id
-    if render_mode is not None and bridge_url is not None and not set(map(str, tracks)) <= set(TRACKS):
+    if render_mode is None or bridge_url is None:
+        return
+    if not set(as_names(track_id, "track_id", "")) <= set(TRACKS):
         raise ValueError(
             f"render_mode with a bridge works on the tracks known here ({', '.join(TRACKS)}), not on {track_id!r}"
         )
@@ -699,10 +727,13 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         num_envs     number of cars
         track_id     one track, or several: car i drives track_id[i % len(track_id)]
         bridge_url   one URL, or several: car i connects to bridge_url[i % len(bridge_url)]
+        stagger      cut the first episodes short (truncated), each at another time, so that with many cars not all episodes
+                     end in the same tick; infos["episode"]["cut"] marks these
     reset(seed=s) seeds car i with s + i; options={"reset_mask": mask} resets some cars only.
     """
 
     metadata = {**RacerEnv.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
+    OWN_STATE = ("returns", "lengths", "limits")
 
     def __init__(
         self,
@@ -713,6 +744,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         start: str = "grid",
         render_mode: str | None = None,
         episode_statistics: bool = True,
+        stagger: bool = False,
     ):
         _check_render_mode(render_mode, track_id, bridge_url)
         self.render_mode = render_mode
@@ -726,6 +758,10 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._camera = _Camera(self._cars, track_id, self.config) if render_mode else None
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, np.int64)
+        self._limits = np.full(self.num_envs, NO_LIMIT)
+        if stagger:
+            places = np.arange(self.num_envs) * STAGGER_STRIDE % self.num_envs  # neighbours end at different times
+            self._limits = np.ceil((places + 1) / self.num_envs * self.config["episode"]["maxSteps"]).astype(np.int64)
         self._started_s = np.zeros(self.num_envs)
         self._everyone = np.ones(self.num_envs, bool)
 
@@ -741,17 +777,28 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             raise ValueError(
                 "the state of the real game cannot be read; only the embedded engine can be saved and put back"
             )
-        return {**self._cars.sim.get_state(), "returns": self._returns.copy(), "lengths": self._lengths.copy()}
+        return {**self._cars.sim.get_state(), **{name: getattr(self, f"_{name}").copy() for name in self.OWN_STATE}}
 
     def set_state(self, state: dict[str, np.ndarray]) -> np.ndarray:
         """Continue from get_state(), bit for bit. -> the observations at that point (N, 14)"""
+        _check_open(self._state)
         if not isinstance(self._cars, EmbeddedCars):
             raise ValueError("the real game cannot be put into a state; only the embedded engine can")
+        for name in self.OWN_STATE:
+            value, own = np.asarray(state.get(name)), getattr(self, f"_{name}")
+            if value.shape != own.shape or value.dtype != own.dtype:
+                raise ValueError(
+                    f"environment state {name!r} is {value.dtype} {value.shape}, expected {own.dtype} {own.shape}"
+                )
         self._cars.sim.set_state(state)
-        self._returns, self._lengths = np.array(state["returns"]), np.array(state["lengths"])
+        for name in self.OWN_STATE:
+            setattr(self, f"_{name}", np.array(state[name]))
         self._started_s = np.full(self.num_envs, time.perf_counter())
         self._state = "running"
-        return self._cars.sim.observe().astype(np.float32)
+        self._observations = self._cars.sim.observe().astype(np.float32)
+        if self._camera:
+            self._camera.reset(np.arange(self.num_envs))
+        return self._observations.copy()
 
     # -- the Gymnasium interface ---------------------------------------------------------------------------------------
 
@@ -798,6 +845,12 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             return [int(seed) + i for i in range(self.num_envs)]
         if len(seed) != self.num_envs:
             raise ValueError(f"seed is a list of {len(seed)}; it needs one per car, {self.num_envs}")
+        for i, value in enumerate(seed):
+            if value is not None and (not isinstance(value, (int, np.integer)) or value < 0):
+                raise ValueError(f"seed of car {i} is {value!r}; it must be a whole number, 0 or more, or None")
+        if self._state == "new":  # a car without a seed starts with a fresh one, not with everybody's first
+            fresh = np.random.SeedSequence().generate_state(self.num_envs)
+            return [int(fresh[i]) if value is None else int(value) for i, value in enumerate(seed)]
         return list(seed)
 
     def step(self, actions):
@@ -805,22 +858,22 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         if self._state != "running":
             raise ValueError("step called, but the cars are not on the track yet: call reset() first")
         actions = check_actions(actions, (self.num_envs, 3))
-        self._state = "new"  # stays so if the wire fails in mid-step
         observations, rewards, terminated, truncated, info = self._cars.step(actions)
         self._returns += rewards
         self._lengths += 1
+        cut = self._lengths >= self._limits
+        truncated = truncated | cut
         if self._camera:
             self._camera.follow(actions)
         done = terminated | truncated
         if not done.any():
             infos = _with_masks(info, self._everyone)
         else:
-            observations, infos = self._restart(np.flatnonzero(done), done, observations, info)
+            observations, infos = self._restart(np.flatnonzero(done), done, cut, observations, info)
         self._observations = observations
-        self._state = "running"
         return observations.copy(), rewards, terminated, truncated, infos
 
-    def _restart(self, cars, done, observations, info):
+    def _restart(self, cars, done, cut, observations, info):
         """Same-step autoreset of the cars whose episode is done. -> observations and infos as SyncVectorEnv gives them"""
         final_obs = np.full(self.num_envs, None, dtype=object)
         for i in cars:
@@ -840,9 +893,13 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                 "l": np.where(done, self._lengths, 0),
                 "t": np.where(done, elapsed, 0.0),
             }
+            if (self._limits < NO_LIMIT).any():
+                infos["episode"]["cut"] = cut & (self._lengths < self.config["episode"]["maxSteps"])
             infos["_episode"] = done.copy()
+        self._limits[cars] = NO_LIMIT
         first, reset_info = self._cars.reset(cars)
         self._begin_episodes(cars)
+        observations = observations.copy()
         observations[cars] = first
         for key, value in info.items():
             if key in reset_info:
@@ -927,12 +984,21 @@ class Painter:
         )
 
     def _paint_surfaces(self, draw) -> None:
-        draw.polygon(self.to_pixels(self.track.outer), fill=COLOURS["runoff"])
-        s = np.linspace(0, self.track.length, math.ceil(self.track.length / 3))
-        centre, half_width = self.track.position(s), self.track.half_width(s)
+        track = self.track
+        draw.polygon(self.to_pixels(track.outer), fill=COLOURS["runoff"])
+        s = np.linspace(0, track.length, math.ceil(track.length / 3))
+        centre, tangent = track.position(s), track.tangent(s)
+        left, right = (
+            np.interp(s, track.wall_s, edge, period=track.length) for edge in (track.road_left, track.road_right)
+        )
+        normal = np.stack([-tangent[:, 1], tangent[:, 0]], axis=1)
         for name, extra in (("shoulder", SHOULDER_WIDTH), ("edge", 1.5), ("road", 0.0)):
-            for (x, y), radius in zip(self.to_pixels(centre), (half_width + extra) * self._zoom, strict=True):
-                draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLOURS[name])
+            edges = [
+                self.to_pixels(centre + side * (width + extra)[:, None] * normal)
+                for side, width in ((1, left), (-1, right))
+            ]
+            for a, b, c, d in zip(edges[0], edges[0][1:], edges[1][1:], edges[1], strict=False):
+                draw.polygon([a, b, c, d], fill=COLOURS[name])
         draw.polygon(self.to_pixels(self.track.inner), fill=COLOURS["ground"])
         # What the wide brush spilled over the outer wall is ground again.
         outside = self._image.new("L", self._base.size, 255)
@@ -969,21 +1035,26 @@ class Painter:
                 ]
                 draw.polygon(self.to_pixels(square), fill=(245, 245, 245) if (i + j) % 2 else (20, 20, 20))
 
+    def canvas(self):
+        """A fresh image of the track at SCALE times its size, and a pen to draw on it."""
+        image = self._base.copy()
+        return image, self._image_draw.Draw(image)
+
     def picture(self, x: float, y: float, heading: float, trail=()) -> np.ndarray:
         """The track with a car on it and the way it came. -> (H, W, 3) uint8"""
-        image = self._base.copy()
-        draw = self._image_draw.Draw(image)
+        image, draw = self.canvas()
         way = self.to_pixels(trail) if len(trail) > 1 else []
         for i, (a, b) in enumerate(zip(way, way[1:], strict=False)):
             fade = (i + 1) / len(way)
             colour = tuple(round(r + (t - r) * fade) for r, t in zip(COLOURS["road"], COLOURS["trail"], strict=True))
             draw.line((*a, *b), fill=colour, width=round((1 + 1.5 * fade) * self.SCALE))
-        self._paint_car(draw, x, y, heading)
-        return np.asarray(image.reduce(self.SCALE))
+        self.paint_car(image, x, y, heading)
+        return np.array(image.reduce(self.SCALE))
 
-    def _paint_car(self, draw, x, y, heading) -> None:
+    def paint_car(self, image, x: float, y: float, heading: float) -> None:
         """Larger than life (the car is a disc of radius 1), so that it can be seen: an arrowhead along the heading."""
-        unit = 7.0 * self.SCALE / self._zoom * (PICTURE_SIZE / 800)
+        draw = self._image_draw.Draw(image)
+        unit = 7.0 * self.SCALE / self._zoom
         along, left = (
             np.array([math.cos(heading), math.sin(heading)]),
             np.array([-math.sin(heading), math.cos(heading)]),
@@ -999,10 +1070,9 @@ class _Camera:
 
     def __init__(self, cars, track_id, config: dict):
         self.cars = cars
-        tracks = [track_id] if isinstance(track_id, (str, Path)) else list(track_id)
         self.twin = None
         if isinstance(cars, BridgeCars):
-            self.twin = RacerSim(len(cars.connections), [str(t) for t in tracks], config)
+            self.twin = RacerSim(len(cars.connections), as_names(track_id, "track_id", ""), config)
         self.sim = self.twin or cars.sim
         self.painters: dict[int, Painter] = {}
         self.trails: list[list[tuple[float, float]]] = [[] for _ in range(self.sim.num_cars)]

@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -125,8 +126,8 @@ TRACKS: dict[str, list[tuple[float, float, float]]] = {  # (x, y, half-width), c
         (-340, -160, 22)],
 }
 # fmt: on
-MIN_CONTROL_POINTS = 4
-MAX_EXTENT = 5_000.0  # a larger track would take more than the 50 MB of tables promised
+MIN_CONTROL_POINTS, MAX_CONTROL_POINTS = 4, 500
+MAX_EXTENT = 5_000.0  # units from the origin; beyond these limits a track's tables would take minutes and gigabytes
 
 # ======================================================================================================================
 # 2  Track: from control points to centreline, walls and gates
@@ -248,7 +249,7 @@ class Track:
             edges.append(np.minimum(half_width, wall_offset - 2))
         areas = [_signed_area(line) for line in walls]
         self.outer, self.inner = walls if abs(areas[0]) > abs(areas[1]) else walls[::-1]
-        self.road_left, self.road_right = edges  # (n,) road half-widths for pictures and starts
+        self.road_left, self.road_right = edges  # (n,) the road's edges, for pictures and starts
         self.wall_s = s
 
     def _build_gates(self) -> None:
@@ -271,7 +272,15 @@ class Track:
             self.inner = self.inner[::-1].copy()
 
     def _check_road(self) -> None:
-        """A car must be able to follow the centreline: no wall may come nearer to it than the car's radius."""
+        """A car must be able to follow the centreline, around once, without touching a wall."""
+        tangent = self.tangent(np.arange(math.ceil(self.length / 2)) * 2.0)
+        angle = np.arctan2(tangent[:, 1], tangent[:, 0])
+        turned = np.mod(np.diff(angle, append=angle[0]) + math.pi, 2 * math.pi) - math.pi
+        times_around = round(abs(float(turned.sum())) / (2 * math.pi))
+        if times_around > 1:
+            raise ValueError(
+                f"track {self.name!r}: the control points run around {times_around} times; list each point once"
+            )
         s = np.arange(math.ceil(self.length / 4)) * 4.0
         centre = self.position(s)
         start, edge = _wall_segments(self)
@@ -299,13 +308,16 @@ def check_control_points(name: str, control_points) -> np.ndarray:
         raise ValueError(
             f"track {name!r}: {len(control_points)} control points; a closed track needs at least {MIN_CONTROL_POINTS}"
         )
+    if len(control_points) > MAX_CONTROL_POINTS:
+        raise ValueError(
+            f"track {name!r}: {len(control_points)} control points; the engine takes {MAX_CONTROL_POINTS} at most. "
+            "The spline is smooth: take every other one"
+        )
     for i, point in enumerate(control_points):
         label = f"track {name!r}: control point {i}"
         if not isinstance(point, (list, tuple, np.ndarray)) or len(point) != 3:
             raise ValueError(f"{label} is {point!r}; each point is [x, y, half_width]")
-        if not all(
-            isinstance(v, (int, float, np.number)) and not isinstance(v, bool) and math.isfinite(v) for v in point
-        ):
+        if not all(_is_finite(v) for v in point):
             raise ValueError(f"{label} {list(point)!r} has a value that is not a finite number")
         if point[2] <= 0:
             raise ValueError(f"{label} {_show(point)} has half-width {point[2]:g}; it must be greater than 0")
@@ -319,6 +331,11 @@ def check_control_points(name: str, control_points) -> np.ndarray:
                 f"{label} {_show(point)} is at the same place as point {other}; remove one (the loop closes by itself)"
             )
     return np.array(control_points, dtype=np.float64)
+
+
+def _is_finite(value) -> bool:
+    """A real number that a float can hold. (math.isfinite would trip over a whole number of 400 digits.)"""
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def load_track(track_id: str) -> Track:
@@ -335,7 +352,7 @@ def load_track(track_id: str) -> Track:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"track file {path} cannot be read: {error.strerror or error}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"track file {path} is not JSON: {error}") from error
     if not isinstance(data, dict) or "control_points" not in data:
         raise ValueError(
@@ -380,7 +397,12 @@ def _wall_segments(track: Track):
 def _crossing_segments(start, edge):
     """Which segments cross another one that is not their neighbour. (S,) bool"""
     middle, half = start + edge / 2, np.hypot(*edge.T) / 2
-    i, j = np.nonzero(np.triu(_squared_distances(middle, middle) <= (half[:, None] + half) ** 2, 1))
+    pairs = []
+    for first in range(0, len(start), 256):  # 256 x S pairs at a time
+        some = slice(first, first + 256)
+        i, j = np.nonzero(_squared_distances(middle[some], middle) <= (half[some, None] + half) ** 2)
+        pairs.append(np.stack([i + first, j])[:, i + first < j])
+    i, j = np.concatenate(pairs, axis=1)
     (ex, ey), (fx, fy), (wx, wy) = edge[i].T, edge[j].T, (start[j] - start[i]).T
     det = ex * fy - ey * fx
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -416,7 +438,7 @@ UNIQUE_BRANCH = 0.25  # nearer to a centre of curvature than this share of its r
 
 
 class Tables:
-    """What the engine looks up instead of testing everything: built once per track, a few hundred milliseconds, < 10 MB.
+    """What the engine looks up instead of testing everything: built once per track, some 0.3 s and 10 MB.
 
     Cells cover the road between the walls and one cell around. Cell 0 stands for everywhere else and is exact but slow.
 
@@ -762,7 +784,8 @@ class _RayBlock:
 class World:
     """Several tracks as one set of arrays: every car carries the number of its track, and all questions take that number.
 
-    `take(..., mode="clip")` throughout: indices are right by construction, and NumPy's check costs more than the look-up.
+    `take(..., mode="clip")` stands where a garbage index may occur (a guess of NaN, a row that names a list): what it gives
+    is replaced afterwards.
     """
 
     def __init__(self, tracks: Sequence[Track]):
@@ -778,6 +801,8 @@ class World:
         # -- where is a car: grid of cells, subcells within them
         self.origin_x, self.origin_y = np.array([t.origin for t in tables]).T.copy()
         self.grid_width = np.array([t.width for t in tables], np.intp)
+        self.last_column = np.array([t.width * SPLIT - 1.0 for t in tables])
+        self.last_row = np.array([len(t.cell_of) // t.width * SPLIT - 1.0 for t in tables])
         self.grid_start = offsets([len(t.cell_of) for t in tables])
         cell_start = offsets([len(t.centres) + 1 for t in tables])
         self.cell_of = joined(t.cell_of + start for t, start in zip(tables, cell_start, strict=True)).astype(np.intp)
@@ -851,11 +876,15 @@ class World:
         """Subcell number, and the position within the subcell, from -1/2 to 1/2."""
         across = (x - self.origin_x.take(track)) * (1 / SUBCELL)
         up = (y - self.origin_y.take(track)) * (1 / SUBCELL)
-        column, row = across.astype(np.intp), up.astype(np.intp)
+        column, row = np.floor(across), np.floor(up)
+        across, up = across - column - 0.5, up - row - 0.5
+        # Off the map counts as its edge, which no table covers.
+        column = np.minimum(np.maximum(column, 0.0), self.last_column.take(track)).astype(np.intp)
+        row = np.minimum(np.maximum(row, 0.0), self.last_row.take(track)).astype(np.intp)
         cell = (row // SPLIT) * self.grid_width.take(track) + column // SPLIT + self.grid_start.take(track)
-        number = self.cell_of.take(cell, mode="clip")
+        number = self.cell_of.take(cell)
         subcell = number * SPLIT**2 + (row % SPLIT) * SPLIT + column % SPLIT
-        return subcell, across - column - 0.5, up - row - 0.5
+        return subcell, across, up
 
     def project(self, track, x, y, located):
         """The nearest point of the centreline: its arc length in [0, L), its distance, the road's half-width there.
@@ -971,6 +1000,19 @@ RAY_COS, RAY_SIN = np.cos(RAY_ANGLES)[:, None], np.sin(RAY_ANGLES)[:, None]  # (
 # ======================================================================================================================
 
 
+def _scramble(z):
+    """splitmix64's output function: uint64 -> uint64, one to one, no visible order left."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_world(tracks: tuple[Track, ...]) -> World:
+    """Nothing in a World changes once it is made, so environments on the same tracks share one."""
+    return World(tracks)
+
+
 class RacerSim:
     """N cars, each on its own copy of a track; car i drives tracks[i % len(tracks)].
 
@@ -999,7 +1041,8 @@ class RacerSim:
     COUNTERS = ("step_count", "stillness", "lap", "checkpoint", "lap_start", "lap_ticks")
     # lap_start: the tick at which the current lap began on the finish line, -1 on a lap begun elsewhere
     # lap_ticks: how long the last whole lap took, 0 before there is one
-    STATE = (*FLOATS, *COUNTERS, "random_state", "track")
+    # track_mark: a checksum of the car's track, so that a state is not put back on another one
+    STATE = (*FLOATS, *COUNTERS, "wall_contact", "random_state", "track", "track_mark")
 
     def __init__(
         self,
@@ -1017,8 +1060,11 @@ class RacerSim:
             raise ValueError(f"tracks must be a non-empty list of track names, got {tracks!r}")
         self.num_cars, self.start = num_cars, start
         self.config = DEFAULT_CONFIG if config is None else config
-        self.world = World([load_track(track) for track in tracks])
+        self.world = _cached_world(tuple(load_track(track) for track in tracks))
         self.track = np.arange(num_cars) % len(tracks)
+        marks = [zlib.crc32(track.control_points.tobytes()) for track in self.world.tracks]
+        self.track_mark = np.array(marks, np.int64)[self.track]
+        self.random_state = np.zeros(num_cars, np.uint64)
         for name in self.FLOATS:
             setattr(self, name, np.zeros(num_cars))
         for name in self.COUNTERS:
@@ -1031,7 +1077,7 @@ class RacerSim:
     # -- state in, state out -------------------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Everything the next step depends on, as plain arrays (N,)."""
+        """Everything the next step depends on, as plain arrays (N,). (`parts` are the last step's output.)"""
         return {name: getattr(self, name).copy() for name in self.STATE}
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
@@ -1045,32 +1091,28 @@ class RacerSim:
                     f"simulation state {name!r} is {value.dtype} {value.shape}, this simulation has {own.dtype} {own.shape}; "
                     "put it into one with the same number of cars"
                 )
-        if state["track"].max() >= len(self.world.tracks):
+        if not all(np.array_equal(state[name], getattr(self, name)) for name in ("track", "track_mark")):
             raise ValueError(
-                f"simulation state has a car on track number {state['track'].max()}, this one has {len(self.world.tracks)}"
+                "simulation state is of other tracks than this simulation drives on; give it the same tracks"
             )
         for name in self.STATE:
             setattr(self, name, np.array(state[name]))
 
     def seed(self, seeds) -> None:
         """One stream of random numbers a car: a car's numbers depend on its own seed only, not on who drives beside it."""
-        self.random_state = np.zeros(self.num_cars, np.uint64)
-        self.seed_cars(np.arange(self.num_cars), seeds)
+        self.seed_cars(np.arange(self.num_cars), np.broadcast_to(seeds, self.num_cars))
 
     def seed_cars(self, cars, seeds) -> None:
         """The same for some cars. A seed of None leaves a car's stream as it is."""
+        self.random_state = self.random_state.copy()
         for car, seed in zip(cars, seeds, strict=True):
-            if seed is not None:
-                self.random_state[car] = int(seed) % 2**64
-        self._random(cars)  # scatter neighbouring seeds
+            if seed is not None:  # scrambled, so that neighbouring seeds give distant streams
+                self.random_state[car] = _scramble(np.array([int(seed) % 2**64], np.uint64))[0]
 
     def _random(self, cars):
         """The next uniform number in [0, 1) of each car (splitmix64)."""
-        z = self.random_state[cars] + np.uint64(0x9E3779B97F4A7C15)
-        self.random_state[cars] = z
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (z ^ (z >> np.uint64(31))) / 2.0**64
+        self.random_state[cars] += np.uint64(0x9E3779B97F4A7C15)
+        return (_scramble(self.random_state[cars]) >> np.uint64(11)) / 2.0**53
 
     # -- reset ---------------------------------------------------------------------------------------------------------
 
@@ -1088,7 +1130,7 @@ class RacerSim:
             start = np.array([(*t.position(0.0), *t.tangent(0.0)) for t in self.world.tracks])[track]
             x, y, heading = start[:, 0], start[:, 1], np.arctan2(start[:, 3], start[:, 2])
             self.place(cars, x, y, heading)
-            self.checkpoint[cars] = 0  # the car stands on gate 0: by the rules it has crossed it
+            self.checkpoint[cars] = self.lap_start[cars] = 0  # it stands on gate 0: by the rules it has crossed it
         else:
             self._start_anywhere(cars, track)
         return self.observe(cars)
@@ -1114,16 +1156,17 @@ class RacerSim:
             x[on], y[on] = np.where(blocked[:, None], centre, place).T
             heading[on] = np.arctan2(tangent[:, 1], tangent[:, 0]) + (2 * turn[on] - 1) * ANYWHERE_HEADING
         self.place(cars, x, y, heading, speed * ANYWHERE_SPEED)
-        self.lap_start[cars] = -1
 
     def place(self, cars, x, y, heading, speed=0.0) -> None:
-        """Put cars somewhere, driving straight ahead. Their next gate is the first one ahead of them."""
+        """Put cars somewhere, driving straight ahead: next gate, the first one ahead; first lap, the next whole one."""
         track = self.track[cars]
         self.x[cars], self.y[cars], self.heading[cars], self.speed[cars] = x, y, heading, speed
         self.vx[cars], self.vy[cars] = speed * np.cos(heading), speed * np.sin(heading)
-        located = self.world.locate(track, self.x[cars], self.y[cars])
-        s, distance, half_width = self.world.project(track, self.x[cars], self.y[cars], located)
+        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            located = self.world.locate(track, self.x[cars], self.y[cars])
+            s, distance, half_width = self.world.project(track, self.x[cars], self.y[cars], located)
         self.s[cars], self.centre_distance[cars], self.half_width[cars] = s, distance, half_width
+        self.lap_start[cars] = -1
         # Gates are not quite at right angles to the road: ask the two nearest lines whether the car is past them.
         behind = np.minimum((s / self.world.length[track] * GATES).astype(np.int64), GATES - 1)
         past = [self._past_gate(track, (behind + i) % GATES, self.x[cars], self.y[cars]) for i in (0, 1)]

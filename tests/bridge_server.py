@@ -53,9 +53,11 @@ BAD_REPLIES = {
     "info-list": lambda r: json.dumps({**r, "info": [1]}),
     "binary": lambda r: json.dumps(r).encode(),
     "too-long": lambda r: json.dumps({**r, "padding": "x" * 70_000}),
+    "long": lambda r: json.dumps({**r, "padding": "x" * (65_560 - len(json.dumps({**r, "padding": ""})))}),
     "error": lambda r: json.dumps({"type": "error", "message": "engine exploded"}),
 }
-FAULTS = ("die", "stall", "cut", "close", "drip", *BAD_REPLIES)
+RAW_FRAMES = {"bad-utf8": b"\x81\x04\xff\xfe{}", "bad-frame": b"\xf1\x02{}"}  # text that is no text; reserved bits set
+FAULTS = ("die", "stall", "cut", "close", "drip", *RAW_FRAMES, *BAD_REPLIES)
 RAW = {  # servers that are no bridge at all: what they say to whoever connects
     "http": b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello",
     "forbidden": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n",
@@ -155,6 +157,9 @@ async def misbehave(connection, fault: str, reply: dict) -> bool:
             connection.transport.write(b" ")
             await asyncio.sleep(0.02)
         return False
+    if fault in RAW_FRAMES:
+        connection.transport.write(RAW_FRAMES[fault])
+        return True
     await connection.send(BAD_REPLIES[fault](reply))
     return True
 

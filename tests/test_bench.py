@@ -100,6 +100,14 @@ def test_bad_flags_are_named(name, value):
         Args(**{name: value})
 
 
+def test_nonsense_is_refused_before_anything_is_measured(tmp_path, capsys):
+    for arguments in ({"steps": 0}, {"repeats": 0}, {"warmup": -1}):
+        with pytest.raises(ValueError, match="are needed"):
+            run_benchmark(**arguments)
+    assert main(Args(**QUICK, json=tmp_path / "no" / "such" / "folder.json")) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
 def test_the_drivers_do_what_the_rows_say():
     driving, leaning = RacerVectorEnv(64, start="anywhere"), RacerSim(64, start="anywhere")
     observations, _ = driving.reset(seed=0)

@@ -134,6 +134,7 @@ def test_a_step_at_the_wrong_time_says_what_to_do(short):
         (np.array([0.0, None, 1.0], dtype=object), "dtype object"),
         (["0", "1", "0"], "it must be numbers"),
         ([True, False, True], "dtype bool"),
+        ([0.0, [1.0], 0.0], "action is ragged"),
     ],
 )
 def test_a_bad_action_is_named_and_nothing_moves(action, message):
@@ -153,7 +154,11 @@ def test_a_bad_action_is_named_and_nothing_moves(action, message):
         ({"config_path": "nowhere.json"}, "config file nowhere.json does not exist"),
         ({"bridge_url": "ws://localhost:1", "start": "anywhere"}, "the real game always starts on the grid"),
         ({"bridge_url": "ws://localhost:1", "track_id": "mine.json"}, "the real game has only its own tracks"),
-        ({"bridge_url": []}, "bridge_url is an empty list"),
+        ({"bridge_url": []}, "bridge_url is a list: \\[\\]; one car takes one"),
+        ({"bridge_url": 7}, "bridge_url is 7; it must be a text"),
+        ({"track_id": None}, "track_id is None; it must be a text"),
+        ({"track_id": ["track-01", "track-02"]}, "one car takes one, RacerVectorEnv takes several"),
+        ({"config_path": 7}, "config_path is 7; it must be the path"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
@@ -315,6 +320,35 @@ def test_gymnasium_s_statistics_wrapper_can_take_over(short):
     assert infos[-1]["_episode"].all()
 
 
+def test_staggered_first_episodes_end_at_different_times_and_say_so(short):
+    envs = RacerVectorEnv(10, config_path=short, stagger=True)
+    envs.reset(seed=0)
+    ends, cuts = [[] for _ in range(10)], [[] for _ in range(10)]
+    for t in range(1, 91):
+        _, _, terminated, truncated, infos = envs.step(np.tile([0.0, 1.0, 0.0], (10, 1)))
+        for i in np.flatnonzero(terminated | truncated):
+            ends[i].append(t)
+            cuts[i].append(bool(infos["episode"].get("cut", np.zeros(10, bool))[i]))
+            assert infos["episode"]["l"][i] == (ends[i][0] if len(ends[i]) == 1 else 40)
+    assert sorted(e[0] for e in ends) == list(range(4, 41, 4)), "evenly spread up to the limit"
+    assert all(b - a == 40 for e in ends for a, b in zip(e, e[1:], strict=False)), "whole episodes from then on"
+    assert [c[0] for c in cuts] == [e[0] < 40 for e in ends] and not any(any(c[1:]) for c in cuts)
+
+
+def test_what_infos_hold_is_the_user_s_own(short):
+    """Writing into anything a step returned changes nothing in the cars."""
+    a, b = (RacerVectorEnv(3, config_path=short) for _ in range(2))
+    a.reset(seed=0), b.reset(seed=0)
+    for _ in range(60):
+        (*x, info_x), (*y, info_y) = (envs.step(np.tile([0.1, 1.0, 0.0], (3, 1))) for envs in (a, b))
+        for p, q in zip(x, y, strict=True):
+            np.testing.assert_array_equal(p, q)
+        assert_same(info_x, info_y) if "episode" not in info_x else None
+        for value in [*y, *info_y.values()]:
+            if isinstance(value, np.ndarray) and value.dtype != object:
+                value[:] = 1
+
+
 def test_final_observation_belongs_to_the_old_episode(short):
     envs = RacerVectorEnv(2, config_path=short)
     first, _ = envs.reset()
@@ -354,6 +388,42 @@ def test_async_vector_env_and_wrappers_drive_it():
     )
     env.reset(seed=1)
     assert [env.step(np.float32([0, 1, -1]))[3] for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_a_state_that_does_not_fit_is_refused_whole(short):
+    envs = RacerVectorEnv(2, config_path=short)
+    envs.reset(seed=0)
+    state = envs.get_state()
+    envs.step(np.tile([0.0, 1.0, 0.0], (2, 1)))
+    before = envs.get_state()
+    for wrong, message in (
+        ({k: v for k, v in state.items() if k != "returns"}, "environment state 'returns' is"),
+        ({**state, "returns": np.zeros(7)}, "environment state 'returns' is"),
+        (RacerVectorEnv(2, "track-02").get_state(), "other tracks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            envs.set_state(wrong)
+        assert all(np.array_equal(before[k], v) for k, v in envs.get_state().items())
+    envs.set_state(state)
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    envs.close()
+    with pytest.raises(ValueError, match="closed"):
+        envs.set_state(state)
+
+
+def test_seeds_of_none_go_on_or_are_fresh():
+    def make():
+        envs = RacerVectorEnv(2, start="anywhere")
+        sync = SyncVectorEnv([lambda: RacerEnv(start="anywhere")] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+        return envs, sync
+
+    envs, sync = make()
+    for seed in (1, [None, 5], [7, None], None):
+        np.testing.assert_array_equal(envs.reset(seed=seed)[0], sync.reset(seed=seed)[0])
+    first, second = (RacerVectorEnv(2, start="anywhere").reset(seed=[None, 5])[0] for _ in range(2))
+    assert not np.array_equal(first[0], second[0]) and np.array_equal(first[1], second[1])
+    with pytest.raises(ValueError, match="seed of car 1 is -3"):
+        envs.reset(seed=[1, -3])
 
 
 def test_vector_state_out_and_in(short):
@@ -409,7 +479,7 @@ def test_render_shows_the_track_and_the_car(track):
     env = RacerEnv(track, render_mode="rgb_array")
     observation, _ = env.reset(seed=1)
     first = env.render()
-    assert first.dtype == np.uint8 and first.ndim == 3 and max(first.shape[:2]) <= 801
+    assert first.flags.writeable and first.dtype == np.uint8 and first.ndim == 3 and max(first.shape[:2]) <= 801
     for name in ("road", "shoulder", "ground", "car"):
         share = (np.abs(first.astype(int) - racer_env.COLOURS[name]).max(2) <= 2).mean()
         assert share > (0.0001 if name == "car" else 0.05), name

@@ -119,15 +119,16 @@ def test_off_the_map_everything_still_has_an_answer():
     """A car cannot get there; if a user puts one there, rays and projection are exact all the same."""
     track = Track("track-02", TRACKS["track-02"])
     slow = SlowTrack(TRACKS["track-02"])
-    points = np.array([[-100.0, 0.0], [0.0, 100.0]])  # far inside the inner wall
-    heading = np.array([0.3, 2.0])
+    # far inside the inner wall, and beyond every side of the map
+    points = np.array([[-100.0, 0.0], [0.0, 100.0], [800.0, 0.0], [-900.0, 20.0], [0.0, 700.0], [10.0, -600.0]])
+    heading = np.array([0.3, 2.0, 3.1, 0.3, -1.5, 1.6])
     mine = cast(track, points, heading)
     for k, angle in enumerate(RAY_ANGLES):
         np.testing.assert_allclose(mine[k], brute_force_rays(track, points, heading + angle), atol=1e-9)
-    world, number = World([track]), np.zeros(2, np.intp)
+    world, number = World([track]), np.zeros(len(points), np.intp)
     with np.errstate(all="ignore"):
         s, distance, _ = world.project(number, *points.T, world.locate(number, *points.T))
-    for i in range(2):
+    for i in range(len(points)):
         assert (s[i], distance[i]) == pytest.approx(slow.project(*points[i]), abs=2e-2)
 
 

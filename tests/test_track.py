@@ -122,6 +122,9 @@ def replaced(index, value):
             "the walls leave no road near control point",
         ),
         ({"x": 1}, "control_points must be a list"),
+        (replaced(0, [10**400, 0, 20]), "is not a finite number"),
+        (OVAL * 2, "the control points run around 2 times"),
+        ([[i, i % 7, 9] for i in range(501)], "501 control points; the engine takes 500 at most"),
     ],
 )
 def test_a_bad_track_is_refused_with_the_point_and_the_reason(tmp_path, points, message):
@@ -139,6 +142,7 @@ def test_an_unreadable_track_file_says_why(tmp_path):
         load_track(str(tmp_path / "missing.json"))
     for text, message in (
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "must be an object"),
         ('{"name": 3, "control_points": []}', "name must be a text"),
     ):

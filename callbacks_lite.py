@@ -1,0 +1,387 @@
+"""Metrics, light: a logger with SB3's semantics, the racer's own numbers on top, and the pictures people look at.
+
+    logger = MetricsLogger("runs/mine")
+    logger.record("train/loss", 0.3)             # the last value counts
+    logger.record_mean("reward/progress", 0.1)   # the mean of all values until dump counts
+    logger.dump(step=16_384)                     # -> TensorBoard and runs/mine/metrics.csv
+
+    1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
+    2  RaceStats        laps, episodes and reward parts out of a vector environment's infos
+    3  pictures         a lap on its track as a racing line, and as an animated replay
+
+Nothing here can stop a training run: a TensorBoard or a file that cannot be written costs one warning.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import warnings
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+
+TICKS_PER_SECOND = 60  # of the game: step counts / this = seconds
+REWARD_PARTS = ("progress", "speed", "wall", "offTrack", "backward", "stillness")
+EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean look back this many episodes
+
+# ======================================================================================================================
+# 1  MetricsLogger
+# ======================================================================================================================
+
+
+class MetricsLogger:
+    """Scalars by tag, written at `dump(step)` to TensorBoard and to metrics.csv in `folder`.
+
+    resume_step: continue the folder of an earlier run from that step; what was logged after it is taken back.
+    """
+
+    def __init__(self, folder: str | Path, resume_step: int | None = None):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.csv_path = self.folder / "metrics.csv"
+        self._values: dict[str, float] = {}
+        self._means: dict[str, tuple[float, int]] = {}
+        self._writer = self._open_tensorboard(resume_step)
+        self._csv_works = True
+        self._columns: list[str] = []
+        if resume_step is not None:
+            self._try_csv(self._take_back_rows, resume_step)
+        else:
+            self._try_csv(self.csv_path.unlink, missing_ok=True)
+
+    def _open_tensorboard(self, resume_step: int | None):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = None if resume_step is None else resume_step + 1
+            return SummaryWriter(str(self.folder), purge_step=purge_step)
+        except Exception as error:  # not installed, broken, or a folder that cannot be written
+            self._give_up_tensorboard(error)
+            return None
+
+    def _give_up_tensorboard(self, error: Exception) -> None:
+        self._writer = None
+        warnings.warn(f"no TensorBoard from here on ({error!r}); training goes on, {self.csv_path} too", stacklevel=3)
+
+    def _to_tensorboard(self, method: str, *arguments, **named) -> None:
+        if self._writer is not None:
+            try:
+                getattr(self._writer, method)(*arguments, **named)
+            except Exception as error:  # the disk is full, say
+                self._give_up_tensorboard(error)
+
+    # -- what to log ---------------------------------------------------------------------------------------------------
+
+    def record(self, key: str, value: float) -> None:
+        """The last value recorded before a dump is the one that counts."""
+        self._means.pop(key, None)
+        self._values[key] = float(value)
+
+    def record_mean(self, key: str, value: float) -> None:
+        """The mean of all values recorded before a dump counts."""
+        total, count = self._means.get(key, (0.0, 0))
+        self._means[key] = (total + float(value), count + 1)
+        self._values[key] = self._means[key][0] / self._means[key][1]
+
+    def text(self, key: str, text: str, step: int = 0) -> None:
+        self._to_tensorboard("add_text", key, text, step)
+
+    def picture(self, key: str, image: np.ndarray, step: int) -> None:
+        """An (H, W, 3) uint8 picture for the Images tab."""
+        self._to_tensorboard("add_image", key, image, step, dataformats="HWC")
+
+    def animation(self, key: str, gif: bytes, step: int) -> None:
+        """An encoded GIF for the Images tab, where it plays."""
+        if self._writer is None:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        image = Summary.Image(encoded_image_string=gif, colorspace=3)
+        summary = Summary(value=[Summary.Value(tag=key, image=image)])
+        try:
+            self._writer.file_writer.add_summary(summary, step)
+        except Exception as error:
+            self._give_up_tensorboard(error)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def dump(self, step: int) -> dict[str, float]:
+        """Write everything recorded since the last dump under this step, and start afresh. -> what was written"""
+        values = dict(self._values)
+        self._values.clear()
+        self._means.clear()
+        for key, value in values.items():
+            self._to_tensorboard("add_scalar", key, value, step)
+        if values:
+            self._try_csv(self._append_row, {"step": step, **values})
+        return values
+
+    def flush(self) -> None:
+        self._to_tensorboard("flush")
+
+    def close(self) -> None:
+        self._to_tensorboard("close")
+        self._writer = None
+
+    def _try_csv(self, write, *arguments, **named) -> None:
+        if not self._csv_works:
+            return
+        try:
+            write(*arguments, **named)
+        except OSError as error:
+            self._csv_works = False
+            warnings.warn(f"{self.csv_path} cannot be written ({error}); training goes on without it", stacklevel=3)
+
+    def _append_row(self, row: dict) -> None:
+        """One line per dump, on disk at once. A new column rewrites the file with a longer header."""
+        new = [key for key in row if key not in self._columns]
+        if new:
+            rows = read_csv(self.csv_path)
+            self._columns += new
+            self._rewrite([*rows, row])
+        else:
+            with self.csv_path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self._columns, restval="").writerow(row)
+
+    def _rewrite(self, rows: list[dict]) -> None:
+        temporary = self.csv_path.with_suffix(".csv.tmp")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(temporary, self.csv_path)
+
+    def _take_back_rows(self, resume_step: int) -> None:
+        """Rows of a run that was killed may be ahead of its last checkpoint, the last one even cut in the middle."""
+        rows = [row for row in read_csv(self.csv_path) if int(float(row["step"])) <= resume_step]
+        self._columns = list(rows[0]) if rows else []
+        if rows:
+            self._rewrite(rows)
+        else:
+            self.csv_path.unlink(missing_ok=True)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Whole rows of a metrics file, none if there is no file. A last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = text[: text.rfind("\n") + 1]
+    rows = csv.DictReader(io.StringIO(whole))
+    return [row for row in rows if None not in row and None not in row.values() and _is_number(row.get("step"))]
+
+
+def _is_number(text) -> bool:
+    try:
+        float(text)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+# ======================================================================================================================
+# 2  RaceStats
+# ======================================================================================================================
+
+
+class RaceStats:
+    """Laps, episodes and reward parts of N cars, from the infos of a vector environment with same-step autoreset.
+
+    begin(infos) after a reset, step(infos) after every step, log(logger) after a rollout.
+
+    A lap is timed from line to line by step counts, per car. A lap that did not begin on the line (start="anywhere", or the
+    first one after it) has no time. With many cars all first episodes would end in the same tick, late; the environment can
+    cut them short at different times (`stagger`). Such an episode is counted as one that goes on to the limit at the reward
+    per tick it had, so that the means are neither late nor drawn toward short episodes; it counts for the completion rate
+    if it saw a lap, or had half an episode's time for one.
+    """
+
+    def __init__(self, num_cars: int, max_steps: int, starts_on_line: bool = True):
+        self.num_cars, self.max_steps, self.starts_on_line = num_cars, max_steps, starts_on_line
+        self.lap = np.ones(num_cars, np.int64)
+        self.checkpoint = np.zeros(num_cars, np.int64)
+        self.lap_began = np.full(num_cars, 0 if starts_on_line else -1, np.int64)  # step count; -1: not on the line
+        self.lapped = np.zeros(num_cars, bool)
+        self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, length it stands for)
+        self.best_lap_sec = float("inf")
+        self.total_laps = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.part_sums = dict.fromkeys(REWARD_PARTS, 0.0)
+        self.steps = 0
+        self.lap_times_sec: list[float] = []
+        self.ended = self.counted = self.completed = 0
+
+    def begin(self, infos: dict) -> None:
+        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
+
+    def step(self, infos: dict) -> None:
+        ended = infos.get("_final_info")
+        self.steps += self.num_cars
+        for part in REWARD_PARTS:
+            if part in infos:
+                self.part_sums[part] += float(infos[part].sum())
+            if ended is not None:
+                self.part_sums[part] += float(infos["final_info"][part].sum())
+        if ended is None:
+            lap, checkpoint, count = infos["lap"], infos["checkpoint"], infos["stepCount"]
+        else:  # where an episode ended, infos already speak of the next one
+            lap, checkpoint, count = (
+                np.where(ended, infos["final_info"][key], infos[key]) for key in ("lap", "checkpoint", "stepCount")
+            )
+        crossed = np.flatnonzero((checkpoint == 0) & (self.checkpoint != 0))
+        if len(crossed):
+            self._cross_line(crossed, lap, count)
+        if ended is not None:
+            self._end_episodes(np.flatnonzero(ended), infos)
+            lap, checkpoint = infos["lap"], infos["checkpoint"]
+        self.lap, self.checkpoint = lap, checkpoint
+
+    def _cross_line(self, cars, lap, count) -> None:
+        whole = cars[(lap[cars] > self.lap[cars]) & (self.lap_began[cars] >= 0)]
+        times = (count[whole] - self.lap_began[whole]) / TICKS_PER_SECOND
+        self.lap_times_sec += times.tolist()
+        self.total_laps += len(whole)
+        self.best_lap_sec = min([self.best_lap_sec, *times.tolist()])
+        self.lapped[whole] = True
+        self.lap_began[cars] = count[cars]
+
+    def _end_episodes(self, cars, infos) -> None:
+        episode = infos["episode"]
+        cut = episode.get("cut", np.zeros(self.num_cars, bool))
+        for i in cars:
+            ticks = int(episode["l"][i])
+            self.episodes.append((float(episode["r"][i]), ticks, self.max_steps if cut[i] else ticks))
+            self.ended += 1
+            if not cut[i] or self.lapped[i] or ticks >= self.max_steps / 2:
+                self.counted += 1
+                self.completed += int(self.lapped[i])
+        self.lapped[cars] = False
+        self.lap_began[cars] = 0 if self.starts_on_line else -1
+
+    def log(self, logger: MetricsLogger) -> None:
+        """Record the rollout and clear it. What did not happen is not logged: no laps, no lap times."""
+        for part, total in self.part_sums.items():
+            logger.record(f"reward/{part}", total / max(self.steps, 1))
+        if self.lap_times_sec:
+            logger.record("racer/mean_lap_time_sec", float(np.mean(self.lap_times_sec)))
+            logger.record("racer/best_lap_time_sec", min(self.lap_times_sec))
+        if self.ended:
+            logger.record("racer/episodes_this_rollout", self.ended)
+        if self.counted:
+            logger.record("racer/completion_rate", self.completed / self.counted)
+        if self.episodes:
+            returns, ticks, lengths = np.array(self.episodes).T
+            logger.record("rollout/ep_rew_mean", returns.sum() / ticks.sum() * lengths.mean())
+            logger.record("rollout/ep_len_mean", lengths.mean())
+        self._clear()
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """For a checkpoint taken between rollouts."""
+        episodes = np.array(self.episodes, dtype=np.float64).reshape(-1, 3)
+        totals = np.array([self.best_lap_sec, self.total_laps])
+        arrays = {name: getattr(self, name).copy() for name in ("lap", "checkpoint", "lap_began", "lapped")}
+        return {**arrays, "episodes": episodes, "totals": totals}
+
+    def set_state(self, state: dict[str, np.ndarray]) -> None:
+        for name in ("lap", "checkpoint", "lap_began", "lapped"):
+            setattr(self, name, np.array(state[name]))
+        self.episodes = deque((tuple(row) for row in state["episodes"].tolist()), maxlen=EPISODE_WINDOW)
+        self.best_lap_sec, self.total_laps = float(state["totals"][0]), int(state["totals"][1])
+
+
+# ======================================================================================================================
+# 3  Pictures
+# ======================================================================================================================
+
+# The colours of speed, from slow to fast.
+SPEED_COLOURS = np.array(
+    [(68, 40, 130), (47, 108, 178), (31, 161, 135), (140, 205, 70), (253, 231, 37), (255, 130, 40)]
+)
+GIF_FRAME_TICKS = 4
+GIF_SECONDS_MOST = 20
+
+
+def speed_colour(share: float) -> tuple[int, int, int]:
+    place = min(max(share, 0.0), 1.0) * (len(SPEED_COLOURS) - 1)
+    low = min(int(place), len(SPEED_COLOURS) - 2)
+    colour = SPEED_COLOURS[low] + (SPEED_COLOURS[low + 1] - SPEED_COLOURS[low]) * (place - low)
+    return tuple(int(c) for c in colour)
+
+
+def racing_line(painter, positions, speeds, title: str) -> np.ndarray:
+    """A lap on its track, coloured by speed. -> (H, W, 3) uint8
+
+    painter draws the track (racer_env.Painter): canvas() gives an image at twice the size and a pen, to_pixels() a place.
+    """
+    image, pen = painter.canvas()
+    way = painter.to_pixels(positions)
+    slowest, fastest = float(np.min(speeds)), float(np.max(speeds))
+    shares = (np.asarray(speeds) - slowest) / max(fastest - slowest, 1e-9)
+    for i in range(len(way) - 1):
+        pen.line((*way[i], *way[i + 1]), fill=speed_colour(shares[i]), width=7)
+    _caption(painter, image, pen, title, slowest, fastest)
+    return np.asarray(image.reduce(painter.SCALE))
+
+
+def _caption(painter, image, pen, title: str, slowest: float, fastest: float) -> None:
+    """Title and the scale of speeds in the emptiest corner: the one farthest from the track."""
+    from PIL import ImageFont
+
+    big, small = ImageFont.load_default(size=34), ImageFont.load_default(size=24)
+    width, height = image.size
+    box_width, box_height = 470, 120
+    walls = np.array(painter.to_pixels(np.concatenate([painter.track.outer, painter.track.inner])))
+    middle = painter.track.position(np.linspace(0, painter.track.length, 200))
+    road = np.concatenate([walls, np.array(painter.to_pixels(middle))])
+    places = [
+        (x, y)
+        for x in np.linspace(12, width - box_width - 12, 12)
+        for y in np.linspace(12, height - box_height - 12, 12)
+    ]
+    x, y = max(places, key=lambda p: _gap(road, p, box_width, box_height))
+    pen.text((x, y), title, fill=(255, 255, 255), font=big, stroke_width=2, stroke_fill=(24, 24, 26))
+    bar = np.linspace(0, 1, 300)
+    for i, share in enumerate(bar):
+        pen.line((x + i, y + 56, x + i, y + 74), fill=speed_colour(share))
+    label = f"{slowest:.0f} to {fastest:.0f} units/s"
+    pen.text((x, y + 82), label, fill=(255, 255, 255), font=small, stroke_width=2, stroke_fill=(24, 24, 26))
+
+
+def _gap(points, corner, width: float, height: float) -> float:
+    """How far the nearest point is from a box."""
+    dx = np.maximum(np.maximum(corner[0] - points[:, 0], points[:, 0] - corner[0] - width), 0)
+    dy = np.maximum(np.maximum(corner[1] - points[:, 1], points[:, 1] - corner[1] - height), 0)
+    return float(np.hypot(dx, dy).min())
+
+
+def lap_replay(painter, positions, headings, speeds) -> bytes:
+    """A lap as an animated GIF in real time: the car drives, its line stays behind it. -> the encoded file"""
+    from PIL import Image
+
+    image, pen = painter.canvas()
+    way = painter.to_pixels(positions)
+    slowest, fastest = float(np.min(speeds)), float(np.max(speeds))
+    shares = (np.asarray(speeds) - slowest) / max(fastest - slowest, 1e-9)
+    every = max(GIF_FRAME_TICKS, -(-len(way) // (GIF_SECONDS_MOST * TICKS_PER_SECOND // GIF_FRAME_TICKS)))
+    frames, palette = [], None
+    for end in range(every, len(way), every):
+        for i in range(end - every, end):
+            pen.line((*way[i], *way[i + 1]), fill=speed_colour(shares[i]), width=7)
+        frame = image.copy()
+        painter.paint_car(frame, *positions[end], headings[end])
+        frame = frame.reduce(painter.SCALE)
+        if palette is None:  # one palette for all, of the track with every colour of speed on it
+            swatches = frame.copy()
+            for i in range(64):
+                swatches.paste(speed_colour(i / 63), (i * 4, 0, i * 4 + 4, 8))
+            palette = swatches.quantize(128)
+        frames.append(frame.quantize(palette=palette, dither=Image.Dither.NONE))
+    out = io.BytesIO()
+    duration_ms = round(1000 * every / TICKS_PER_SECOND / 10) * 10  # GIF counts in hundredths of a second
+    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=duration_ms, loop=0)
+    return out.getvalue()
