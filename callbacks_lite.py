@@ -38,13 +38,13 @@ class MetricsLogger:
     resume_step: continue the folder of an earlier run from that step; what was logged after it is taken back.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None):
+    def __init__(self, folder: str | Path, resume_step: int | None = None, tensorboard: bool = True):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.csv_path = self.folder / "metrics.csv"
         self._values: dict[str, float] = {}
         self._means: dict[str, tuple[float, int]] = {}
-        self._writer = self._open_tensorboard(resume_step)
+        self._writer = self._open_tensorboard(resume_step) if tensorboard else None
         self._csv_works = True
         self._columns: list[str] = []
         if resume_step is not None:
@@ -313,6 +313,12 @@ def speed_colour(share: float) -> tuple[int, int, int]:
     return tuple(int(c) for c in colour)
 
 
+def speed_scale(speeds) -> tuple[float, float]:
+    """From the slowest to the fastest, but wide enough that a lap at full speed does not look like one with corners."""
+    fastest = float(np.max(speeds))
+    return min(float(np.min(speeds)), fastest - 40.0), fastest
+
+
 def racing_line(painter, positions, speeds, title: str) -> np.ndarray:
     """A lap on its track, coloured by speed. -> (H, W, 3) uint8
 
@@ -320,8 +326,8 @@ def racing_line(painter, positions, speeds, title: str) -> np.ndarray:
     """
     image, pen = painter.canvas()
     way = painter.to_pixels(positions)
-    slowest, fastest = float(np.min(speeds)), float(np.max(speeds))
-    shares = (np.asarray(speeds) - slowest) / max(fastest - slowest, 1e-9)
+    slowest, fastest = speed_scale(speeds)
+    shares = (np.asarray(speeds) - slowest) / (fastest - slowest)
     for i in range(len(way) - 1):
         pen.line((*way[i], *way[i + 1]), fill=speed_colour(shares[i]), width=7)
     _caption(painter, image, pen, title, slowest, fastest)
@@ -365,8 +371,8 @@ def lap_replay(painter, positions, headings, speeds) -> bytes:
 
     image, pen = painter.canvas()
     way = painter.to_pixels(positions)
-    slowest, fastest = float(np.min(speeds)), float(np.max(speeds))
-    shares = (np.asarray(speeds) - slowest) / max(fastest - slowest, 1e-9)
+    slowest, fastest = speed_scale(speeds)
+    shares = (np.asarray(speeds) - slowest) / (fastest - slowest)
     every = max(GIF_FRAME_TICKS, -(-len(way) // (GIF_SECONDS_MOST * TICKS_PER_SECOND // GIF_FRAME_TICKS)))
     frames, palette = [], None
     for end in range(every, len(way), every):

@@ -749,6 +749,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         _check_render_mode(render_mode, track_id, bridge_url)
         self.render_mode = render_mode
         self.episode_statistics = episode_statistics
+        self.starts_on_line = start == "grid"
         self._state = "new"
         self._cars, self.config = make_cars(num_envs, track_id, config_path, bridge_url, start)
         self.num_envs = int(num_envs)
@@ -1035,6 +1036,9 @@ class Painter:
                 ]
                 draw.polygon(self.to_pixels(square), fill=(245, 245, 245) if (i + j) % 2 else (20, 20, 20))
 
+    def smaller(self, size: int) -> Painter:
+        return Painter(self.track, size)
+
     def canvas(self):
         """A fresh image of the track at SCALE times its size, and a pen to draw on it."""
         image = self._base.copy()
@@ -1063,6 +1067,19 @@ class Painter:
             shape = [(2.0, 0.0), (-1.3, 1.15), (-0.7, 0.0), (-1.3, -1.15)]
             corners = [np.array([x, y]) + unit * grow * (a * along + b * left) for a, b in shape]
             draw.polygon(self.to_pixels(corners), fill=COLOURS[colour])
+
+
+def drive_again(track_id: str, config: dict, actions: np.ndarray):
+    """Drive recorded actions (T, 3) on the embedded engine from the grid. -> the track's Painter; x, y, heading, speed (T + 1,)
+
+    For pictures of laps: infos do not say where a car is, and the bridge does not know.
+    """
+    sim = RacerSim(1, [track_id], config)
+    places = [(sim.x[0], sim.y[0], sim.heading[0], sim.speed[0])]
+    for action in actions:
+        sim.step(action[None])
+        places.append((sim.x[0], sim.y[0], sim.heading[0], sim.speed[0]))
+    return Painter(sim.world.tracks[0]), *np.array(places).T
 
 
 class _Camera:

@@ -1,0 +1,1087 @@
+"""PPO for the top-down racer, whole in this file: from nothing to a driver better than the game's published one.
+
+    python ppo_racer.py --total-timesteps 2000000                    # about 15 s on two cores: laps of 6.5 s on track-01
+    python ppo_racer.py --track-id track-03 --total-timesteps 4000000
+    python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
+    python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
+    python ppo_racer.py --resume runs/NAME                           # go on, bit for bit, after any interruption
+    python ppo_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
+    tensorboard --logdir runs
+
+PPO (Schulman et al. 2017) repeats three steps: drive all cars for a few ticks with the policy as it is (`rollout`), work
+out how much better each action went than expected (`compute_gae`), and take a few optimiser steps toward the better ones
+without moving far from the policy that drove (`ppo_loss`, `update`). Everything else here keeps that honest: a normaliser
+inside the network, a scaler for rewards, an evaluation without noise, and a checkpoint with all of it.
+
+Read on in this order: Args, Agent, rollout, compute_gae, update, evaluate, checkpoint, train.
+Shapes: T ticks of a rollout, N cars, B = T * N samples.
+"""
+
+from __future__ import annotations
+
+import time
+
+PROCESS_START_S = time.perf_counter()  # before the slow imports: "seconds from the start" means what a user waits
+
+import contextlib  # noqa: E402
+import copy  # noqa: E402
+import dataclasses  # noqa: E402
+import io  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import os  # noqa: E402
+import platform  # noqa: E402
+import signal  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import gymnasium  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from torch import nn  # noqa: E402
+
+from callbacks_lite import TICKS_PER_SECOND, MetricsLogger, RaceStats, lap_replay, racing_line  # noqa: E402
+from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
+
+ALGORITHM = "ppo"
+CHECKPOINT_FORMAT = 1
+# Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
+OBS_MEAN = (*[0.25] * 9, 0.6, 0.0, 0.0, 0.5, 0.2)
+OBS_STD = (*[0.2] * 9, 0.25, 0.3, 0.5, 0.3, 0.15)
+PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver the game's authors published
+EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE = 130, 143, 3
+
+# ======================================================================================================================
+# Args
+# ======================================================================================================================
+
+
+@dataclasses.dataclass
+class Args:
+    """Train, resume or evaluate a driver with PPO."""
+
+    # -- run
+    total_timesteps: int | None = None
+    """environment steps of the whole run, all cars together (default 2,000,000)"""
+    seed: int = 1
+    """seed of everything random: same seed, same command, same numbers"""
+    threads: int | None = None
+    """CPU threads for the network (default: the machine's cores, 2 at most; more gain nothing on a network this small)"""
+    resume: Path | None = None
+    """go on from this checkpoint or run folder; its own settings count, --total-timesteps may extend it"""
+    evaluate: Path | None = None
+    """drive this checkpoint (or a run folder's best.pt) without noise instead of training"""
+    episodes: int = 10
+    """with --evaluate: episodes per track"""
+    json: Path | None = None
+    """with --evaluate: also write the results to this file"""
+
+    # -- env
+    track_id: tuple[str, ...] = ("track-01",)
+    """track, or several to train one driver on all: names or .json files"""
+    config_path: Path | None = None
+    """reward weights and episode limits (default: ai-config.json)"""
+    start: str = "grid"
+    """where episodes start: grid, or anywhere (embedded engine; teaches recovering)"""
+    bridge_url: tuple[str, ...] = ()
+    """train in the real game behind these URLs instead of the embedded engine"""
+    num_envs: int | None = None
+    """cars driven at once (default 512; 8 on a bridge, where every car is a connection)"""
+
+    # -- algorithm
+    gamma: float = 0.98
+    """discount a tick: 0.98 looks about 50 ticks (0.8 s) ahead"""
+    gae_lambda: float = 0.95
+    """how far advantages trust measured rewards (1) over the critic (0)"""
+    clip_coef: float = 0.2
+    """how far the probability of an action may move in one update, as a ratio"""
+    ent_coef: float = 0.0
+    """bonus for staying random; these tracks need none"""
+    vf_coef: float = 0.5
+    """weight of the critic's loss"""
+    init_std: float = 0.3
+    """first standard deviation of the inputs; learned from then on"""
+    init_throttle: float = 1.0
+    """first mean of the throttle: a car that presses it finds out about driving sooner"""
+    hidden: int = 64
+    """width of the two hidden layers of actor and critic"""
+    norm_steps: int = 0
+    """gather observation statistics this long, then freeze them (default: fixed ones, which gave faster laps)"""
+
+    # -- optimisation
+    learning_rate: float = 2e-3
+    """Adam's step size at the start"""
+    anneal_lr: bool = True
+    """let the learning rate fall to 0 over the run"""
+    rollout_steps: int | None = None
+    """ticks per car between updates (default 32; 512 on a bridge)"""
+    minibatch_size: int | None = None
+    """samples per optimiser step (default 1,024; 512 on a bridge)"""
+    update_epochs: int | None = None
+    """passes over a rollout (default 2; 8 on a bridge, where steps are dear)"""
+    max_grad_norm: float = 0.5
+    """gradients are scaled down to this length"""
+    target_kl: float | None = None
+    """end an update early once the policy has moved this far"""
+
+    # -- logging and checkpoints
+    run_dir: Path = Path("runs")
+    """where run folders go"""
+    run_name: str | None = None
+    """name of the run folder (default: algorithm, track, seed and time)"""
+    eval_every: int = 400_000
+    """steps between evaluations: one episode per track from the grid, without noise"""
+    checkpoint_every: int = 400_000
+    """steps between checkpoints; there is always one at the end, on Ctrl+C, and when the bridge fails"""
+    tensorboard: bool = True
+    """write TensorBoard events (metrics.csv is always written)"""
+
+    def __post_init__(self):
+        on_bridge = bool(self.bridge_url)
+        self.total_given = self.total_timesteps is not None  # matters to --resume
+        for name, embedded, bridge in (
+            ("total_timesteps", 2_000_000, 200_000),
+            ("num_envs", 512, 8),
+            ("rollout_steps", 32, 512),
+            ("minibatch_size", 1_024, 512),
+            ("update_epochs", 2, 8),
+            ("threads", min(os.cpu_count() or 1, 2), min(os.cpu_count() or 1, 2)),
+        ):
+            if getattr(self, name) is None:
+                setattr(self, name, bridge if on_bridge else embedded)
+        for name, least, most in (
+            *((name, 1, math.inf) for name in ("total_timesteps", "threads", "episodes", "num_envs", "hidden")),
+            *((name, 1, math.inf) for name in ("rollout_steps", "minibatch_size", "update_epochs")),
+            *((name, 1, math.inf) for name in ("eval_every", "checkpoint_every")),
+            *((name, 0, math.inf) for name in ("seed", "norm_steps", "ent_coef", "vf_coef")),
+            *((name, 0, 1) for name in ("gamma", "gae_lambda")),
+            *((name, 1e-9, math.inf) for name in ("clip_coef", "learning_rate", "max_grad_norm", "init_std")),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                limit = f"between {least:g} and {most:g}" if most < math.inf else f"{least:g} or more"
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
+        if self.target_kl is not None and not self.target_kl > 0:
+            raise ValueError(f"--target-kl is {self.target_kl}; it must be more than 0, or left out")
+        if self.minibatch_size > self.batch_size:
+            raise ValueError(
+                f"--minibatch-size is {self.minibatch_size}, but a rollout has only {self.batch_size} samples "
+                f"(--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps}): make it smaller"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.rollout_steps
+
+    @property
+    def num_iterations(self) -> int:
+        return max(1, math.ceil(self.total_timesteps / self.batch_size))
+
+
+# ======================================================================================================================
+# Agent
+# ======================================================================================================================
+
+
+class Agent(nn.Module):
+    """Actor, critic and the normaliser of their observations: one state_dict drives.
+
+    The policy is a Gaussian over the raw inputs (steer, throttle, brake) with one learned deviation each. A sample goes to
+    the game as it is, and the game clamps it to the box. So the action whose probability is optimised is the action that
+    was given; the clamp is a part of the environment. (Squashing with tanh instead makes full throttle and full lock, where
+    a racing car lives, hard to reach.) Without noise the driver gives the mean.
+    """
+
+    def __init__(self, hidden: int = 64, init_std: float = 0.3, init_throttle: float = 1.0):
+        super().__init__()
+        self.actor = mlp(hidden, len(ACTION_LOW), output_gain=0.01)
+        self.critic = mlp(hidden, 1, output_gain=1.0)
+        self.log_std = nn.Parameter(torch.full((len(ACTION_LOW),), math.log(init_std)))
+        with torch.no_grad():
+            self.actor[-1].bias.copy_(torch.tensor([0.0, init_throttle, -init_throttle / 2]))
+        self.register_buffer("obs_mean", torch.tensor(OBS_MEAN))
+        self.register_buffer("obs_var", torch.tensor(OBS_STD).square())
+        self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
+
+    def normalize(self, obs):
+        return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + 1e-6)
+
+    @torch.no_grad()
+    def update_normalizer(self, obs) -> None:
+        """Take a batch (B, 14) into the running mean and variance."""
+        mean, var, count = merge_moments(
+            (self.obs_mean.double(), self.obs_var.double(), self.obs_count),
+            (obs.double().mean(0), obs.double().var(0, unbiased=False), len(obs)),
+        )
+        self.obs_mean.copy_(mean)
+        self.obs_var.copy_(var)
+        self.obs_count.copy_(count)
+
+    def value(self, obs):
+        return self.critic(self.normalize(obs)).squeeze(-1)
+
+    def driver(self):
+        """What the driver does without noise: a function from observations (N, 14) to inputs in the box (N, 3), in NumPy.
+
+        For a few cars a network this small is all overhead in torch, and evaluation would take three times as long.
+        """
+        mean, scale = self.obs_mean.numpy().copy(), torch.rsqrt(self.obs_var + 1e-6).numpy()
+        layers = [
+            (layer.weight.detach().numpy().T.copy(), layer.bias.detach().numpy().copy()) for layer in self.actor[::2]
+        ]
+
+        def drive(obs: np.ndarray) -> np.ndarray:
+            x = (obs - mean) * scale
+            for weight, bias in layers[:-1]:
+                x = np.maximum(x @ weight + bias, 0)
+            return np.clip(x @ layers[-1][0] + layers[-1][1], ACTION_LOW, ACTION_HIGH)
+
+        return drive
+
+
+def mlp(hidden: int, outputs: int, output_gain: float) -> nn.Sequential:
+    """Two hidden layers of ReLU, orthogonal weights."""
+    net = nn.Sequential(
+        nn.Linear(OBS_SIZE, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, outputs)
+    )
+    for layer, gain in zip(net[::2], (math.sqrt(2), math.sqrt(2), output_gain), strict=True):
+        nn.init.orthogonal_(layer.weight, gain)
+        nn.init.zeros_(layer.bias)
+    return net
+
+
+def gaussian_logprob(noise, log_std):
+    """log N(mean + std * noise; mean, std), summed over the action. By hand: torch.distributions takes six times as long."""
+    return -0.5 * (noise * noise).sum(-1) - log_std.sum() - 0.5 * noise.shape[-1] * math.log(2 * math.pi)
+
+
+def merge_moments(a, b):
+    """Mean, variance and count of two sets taken together (Chan et al.)."""
+    (mean_a, var_a, count_a), (mean_b, var_b, count_b) = a, b
+    count = count_a + count_b
+    delta = mean_b - mean_a
+    var = (var_a * count_a + var_b * count_b + delta * delta * (count_a * count_b / count)) / count
+    return mean_a + delta * (count_b / count), var, count
+
+
+class RewardScaler:
+    """Rewards divided by the running deviation of the discounted return, so that the critic's targets are of order 1.
+
+    Only what the networks learn from is scaled; every metric shows raw rewards.
+    """
+
+    def __init__(self, num_envs: int, gamma: float):
+        self.gamma = gamma
+        self.returns = np.zeros(num_envs)
+        self.moments = (0.0, 1.0, 1e-4)
+
+    def __call__(self, rewards, done):
+        """rewards, done: (T, N) -> scaled rewards (T, N)"""
+        for t in range(len(rewards)):
+            self.returns = self.returns * self.gamma + rewards[t]
+            self.moments = merge_moments(self.moments, (self.returns.mean(), self.returns.var(), len(self.returns)))
+            self.returns[done[t]] = 0.0  # the next episode begins with nothing
+        return rewards / math.sqrt(self.moments[1] + 1e-8)
+
+    def get_state(self) -> dict:
+        return {"returns": self.returns.copy(), "moments": np.array(self.moments, dtype=np.float64)}
+
+    def set_state(self, state: dict) -> None:
+        self.returns, self.moments = np.array(state["returns"]), tuple(np.asarray(state["moments"]).tolist())
+
+
+# ======================================================================================================================
+# Rollout
+# ======================================================================================================================
+
+
+class Storage:
+    """One rollout. `obs` has a row more: the observation after the last tick, which the last value needs."""
+
+    def __init__(self, steps: int, num_envs: int):
+        self.obs = torch.zeros(steps + 1, num_envs, OBS_SIZE)  # (T + 1, N, 14)
+        self.actions = torch.zeros(steps, num_envs, len(ACTION_LOW))  # (T, N, 3)
+        self.logprobs = torch.zeros(steps, num_envs)  # (T, N), and so are the others
+        self.rewards = np.zeros((steps, num_envs))
+        self.terminated = np.zeros((steps, num_envs), bool)
+        self.truncated = np.zeros((steps, num_envs), bool)
+        self.final_obs: list[tuple[int, np.ndarray, np.ndarray]] = []  # (tick, cars, observations) of ended episodes
+
+
+@torch.no_grad()
+def rollout(agent: Agent, envs, storage: Storage, stats: RaceStats, generator: torch.Generator, clock: Clock) -> None:
+    """Drive all cars for T ticks from storage.obs[-1], and leave everything the update needs in storage."""
+    storage.obs[0] = storage.obs[-1].clone()
+    storage.final_obs.clear()
+    steps, num_envs = storage.rewards.shape
+    noise = torch.randn(steps, num_envs, len(ACTION_LOW), generator=generator)
+    std = agent.log_std.exp()
+    for t in range(steps):
+        with clock("policy"):
+            storage.actions[t] = agent.actor(agent.normalize(storage.obs[t])) + std * noise[t]
+            actions = storage.actions[t].numpy()
+        with clock("environment"):
+            obs, rewards, terminated, truncated, infos = envs.step(actions)
+        with clock("logging"):
+            stats.step(infos)
+        storage.obs[t + 1] = torch.from_numpy(obs)
+        storage.rewards[t], storage.terminated[t], storage.truncated[t] = rewards, terminated, truncated
+        if "final_obs" in infos:
+            cars = np.flatnonzero(infos["_final_obs"])
+            storage.final_obs.append((t, cars, np.stack(infos["final_obs"][cars])))
+    storage.logprobs[:] = gaussian_logprob(noise, agent.log_std)
+
+
+@torch.no_grad()
+def estimate_values(agent: Agent, storage: Storage):
+    """values (T, N) of the observations, and next_values (T, N) of what followed: at an episode's end, its true last one."""
+    values = agent.value(storage.obs).numpy().astype(np.float64)
+    next_values = values[1:].copy()
+    for t, cars, obs in storage.final_obs:
+        next_values[t, cars] = agent.value(torch.from_numpy(obs)).numpy()
+    return values[:-1], next_values
+
+
+# ======================================================================================================================
+# Learning
+# ======================================================================================================================
+
+
+def compute_gae(rewards, values, next_values, terminated, truncated, gamma: float, gae_lambda: float):
+    """Generalised advantage estimation. All arrays (T, N) -> advantages, returns (T, N)
+
+    A terminated episode has no future, so nothing is expected after it. A truncated one would have gone on: the critic's
+    value of its last observation stands for the rest. Both end the sum of later errors: they belong to another episode.
+    """
+    errors = rewards + gamma * next_values * ~terminated - values
+    carry = gamma * gae_lambda * ~(terminated | truncated)
+    advantages = np.zeros_like(errors)
+    advantage = np.zeros_like(errors[0])
+    for t in reversed(range(len(errors))):
+        advantage = errors[t] + carry[t] * advantage
+        advantages[t] = advantage
+    return advantages, advantages + values
+
+
+def ppo_loss(logprobs, old_logprobs, advantages, clip_coef: float):
+    """The clipped objective: gain from more probable good actions counts up to a ratio of 1 + clip_coef, and vice versa.
+
+    -> loss, and the log of the ratios (B,)
+    """
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    logratio = logprobs - old_logprobs
+    ratio = logratio.exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages
+    return -torch.minimum(unclipped, clipped).mean(), logratio
+
+
+def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
+    """Adam; fused into one kernel where this version of torch can do that on this device (4x as fast on a CPU)."""
+    with contextlib.suppress(RuntimeError):
+        return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
+    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5)
+
+
+def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, generator: torch.Generator) -> dict:
+    """Some epochs of minibatch steps on one rollout. batch: tensors (B, ...) -> metrics"""
+    parameters = list(agent.parameters())
+    kls, clipped, losses = [], [], []
+    for _ in range(args.update_epochs):
+        order = torch.randperm(len(batch["obs"]), generator=generator)
+        shuffled = {name: values[order] for name, values in batch.items()}  # once, so that minibatches are slices
+        for begin in range(0, len(order), args.minibatch_size):
+            mb = {name: values[begin : begin + args.minibatch_size] for name, values in shuffled.items()}
+            noise = (mb["actions"] - agent.actor(mb["obs"])) * torch.exp(-agent.log_std)
+            logprobs = gaussian_logprob(noise, agent.log_std)
+            policy_loss, logratio = ppo_loss(logprobs, mb["logprobs"], mb["advantages"], args.clip_coef)
+            value_loss = 0.5 * (agent.critic(mb["obs"]).squeeze(-1) - mb["returns"]).square().mean()
+            entropy = agent.log_std.sum() + 0.5 * len(agent.log_std) * math.log(2 * math.pi * math.e)
+            loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
+            with torch.no_grad():
+                kls.append((logratio.exp() - 1 - logratio).mean())
+                clipped.append((logratio.exp() - 1).abs().gt(args.clip_coef).float().mean())
+                losses.append(torch.stack([loss, policy_loss, value_loss, entropy]))
+            if args.target_kl is not None and kls[-1] > args.target_kl:
+                break  # before the step that would take the policy farther
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+            optimizer.step()
+        else:
+            continue
+        break
+    loss, policy_loss, value_loss, entropy = torch.stack(losses).mean(0).tolist()
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss has become {loss} (policy {policy_loss}, value {value_loss})")
+    return {
+        "train/loss": loss,
+        "train/policy_gradient_loss": policy_loss,
+        "train/value_loss": value_loss,
+        "train/entropy_loss": -entropy,
+        "train/approx_kl": torch.stack(kls).mean().item(),
+        "train/clip_fraction": torch.stack(clipped).mean().item(),
+        "train/std": agent.log_std.exp().mean().item(),
+        "train/clip_range": args.clip_coef,
+        "train/learning_rate": optimizer.param_groups[0]["lr"],
+    }
+
+
+def explained_variance(values, returns) -> float:
+    """1: the critic foresaw everything; 0: no better than a constant."""
+    variance = returns.var()
+    return float("nan") if variance == 0 else float(1 - (returns - values).var() / variance)
+
+
+# ======================================================================================================================
+# Evaluation
+# ======================================================================================================================
+
+
+@dataclasses.dataclass
+class Episode:
+    """One evaluation episode of one car."""
+
+    track: str
+    reward: float = 0.0
+    length: int = 0
+    terminated: bool = False
+    lap_ticks: list[int] = dataclasses.field(default_factory=list)
+    lap_ends: list[int] = dataclasses.field(default_factory=list)  # step counts
+    from_line: bool = True
+
+    @property
+    def first_lap(self) -> int | None:
+        """The lap from the standing start, in ticks."""
+        return self.lap_ticks[0] if self.from_line and self.lap_ticks else None
+
+    @property
+    def flying_laps(self) -> list[int]:
+        return self.lap_ticks[1:] if self.from_line else self.lap_ticks
+
+
+def evaluate(agent: Agent, envs: RacerVectorEnv, tracks, seed: int | None = None) -> tuple[list[Episode], np.ndarray]:
+    """One episode of every car, without noise. -> episodes, and the actions given (ticks, N, 3)"""
+    obs, infos = envs.reset(seed=seed)
+    on_line = getattr(envs, "starts_on_line", True)
+    episodes = [Episode(tracks[i % len(tracks)], from_line=on_line) for i in range(envs.num_envs)]
+    running, began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
+    lap, checkpoint, actions, drive = infos["lap"], infos["checkpoint"], [], agent.driver()
+    while running.any():
+        actions.append(drive(obs))
+        obs, rewards, terminated, truncated, infos = envs.step(actions[-1])
+        done = terminated | truncated
+        now = infos
+        if done.any():
+            now = {k: np.where(done, infos["final_info"][k], infos[k]) for k in ("lap", "checkpoint", "stepCount")}
+        for i in np.flatnonzero(running & (now["checkpoint"] == 0) & (checkpoint != 0)):
+            if now["lap"][i] > lap[i] and began[i] >= 0:
+                episodes[i].lap_ticks.append(int(now["stepCount"][i] - began[i]))
+                episodes[i].lap_ends.append(int(now["stepCount"][i]))
+            began[i] = now["stepCount"][i]
+        for i in np.flatnonzero(running):
+            episodes[i].reward += float(rewards[i])
+            episodes[i].length += 1
+            episodes[i].terminated = bool(terminated[i])
+        lap, checkpoint = infos["lap"], infos["checkpoint"]
+        running &= ~done
+    return episodes, np.array(actions)
+
+
+def score(episodes: list[Episode]) -> float:
+    """What `best.pt` is the best of: the mean reward. Slow laps, grass, walls and standing still all cost some."""
+    return float(np.mean([episode.reward for episode in episodes]))
+
+
+def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
+    laps = [ticks / TICKS_PER_SECOND for episode in episodes for ticks in episode.lap_ticks]
+    metrics = {
+        "eval/mean_reward": score(episodes),
+        "eval/mean_ep_length": float(np.mean([episode.length for episode in episodes])),
+        "eval/completion_rate": float(np.mean([bool(episode.lap_ticks) for episode in episodes])),
+    }
+    if laps:
+        metrics |= {"eval/mean_lap_time_sec": float(np.mean(laps)), "eval/best_lap_time_sec": min(laps)}
+    return metrics
+
+
+def summarize(episodes: list[Episode]) -> dict:
+    """The laps of several episodes on one track, in seconds."""
+    first = [e.first_lap / TICKS_PER_SECOND for e in episodes if e.first_lap is not None]
+    flying = [ticks / TICKS_PER_SECOND for e in episodes for ticks in e.flying_laps]
+    return {
+        "track": episodes[0].track,
+        "episodes": len(episodes),
+        "laps": sum(len(e.lap_ticks) for e in episodes),
+        "completion_rate": float(np.mean([bool(e.lap_ticks) for e in episodes])),
+        "to_the_end": float(np.mean([not e.terminated for e in episodes])),
+        "mean_reward": score(episodes),
+        "mean_length": float(np.mean([e.length for e in episodes])),
+        "first_lap_sec": float(np.mean(first)) if first else None,
+        "flying_lap_sec": float(np.median(flying)) if flying else None,
+        "best_lap_sec": min(first + flying) if first or flying else None,
+        "flying_spread_sec": max(flying) - min(flying) if flying else None,
+    }
+
+
+def describe(result: dict) -> str:
+    """A summary as a line of text."""
+    if not result["laps"]:
+        return f"{result['track']}: no lap, reward {result['mean_reward']:.3f}"
+    lap = lambda seconds: "none" if seconds is None else f"{seconds:.3f} s"  # noqa: E731
+    return (
+        f"{result['track']}: flying lap {lap(result['flying_lap_sec'])} (best {lap(result['best_lap_sec'])}), "
+        f"first lap {lap(result['first_lap_sec'])}, {result['laps'] / result['episodes']:g} laps an episode, "
+        f"reward {result['mean_reward']:.3f}"
+    )
+
+
+def draw_best_lap(episodes: list[Episode], actions: np.ndarray, config: dict, with_replay: bool):
+    """Pictures of the fastest lap among the episodes: -> (H, W, 3), GIF or None. Nothing if no lap was driven here.
+
+    The lap is driven again on the embedded engine, which knows where the car is (the bridge does not tell).
+    """
+    laps = [(ticks, i, k) for i, e in enumerate(episodes) for k, ticks in enumerate(e.lap_ticks)]
+    if not laps or not all(e.from_line for e in episodes):
+        return None, None
+    ticks, car, k = min(laps)
+    end = episodes[car].lap_ends[k]
+    painter, x, y, heading, speed = drive_again(episodes[car].track, config, actions[:end, car])
+    lap = slice(end - ticks, end + 1)
+    way = np.stack([x[lap], y[lap]], axis=1)
+    title = f"{painter.track.name}  {ticks / TICKS_PER_SECOND:.3f} s"
+    gif = lap_replay(painter.smaller(480), way, heading[lap], speed[lap]) if with_replay else None
+    return racing_line(painter, way, speed[lap], title), gif
+
+
+# ======================================================================================================================
+# Checkpoint
+# ======================================================================================================================
+
+
+def pack(value):
+    """NumPy arrays as tensors, through dicts: a checkpoint holds tensors and plain values only, so it can load without code."""
+    if isinstance(value, dict):
+        return {key: pack(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        if value.dtype == np.uint64:  # which older versions of torch do not save
+            return {"uint64": torch.from_numpy(value.view(np.int64).copy())}
+        return torch.from_numpy(value.copy())
+    return value
+
+
+def unpack(value):
+    if isinstance(value, dict):
+        if set(value) == {"uint64"}:
+            return value["uint64"].numpy().view(np.uint64)
+        return {key: unpack(item) for key, item in value.items()}
+    return value.numpy() if isinstance(value, torch.Tensor) else value
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> bool:
+    """Write a checkpoint whole or not at all: to a file beside it, then into place. -> whether it worked
+
+    A disk that is full must not cost the run, nor the checkpoint there is.
+    """
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        print(f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
+              "Make room and training will try again.", file=sys.stderr, flush=True)  # fmt: skip
+        return False
+    return True
+
+
+def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
+    """A checkpoint of this trainer from a file or a run folder. No code in it is run. ValueError if it is not one."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / prefer
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder, e.g. {Args.run_dir}/NAME")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (
+        Exception
+    ) as error:  # truncated, not a checkpoint at all, or a pickle with code in it: torch raises many kinds
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. "
+            f"Take another: the run folder's {'best.pt' if path.name != 'best.pt' else 'checkpoint.pt'}, say"
+        ) from error
+    if not isinstance(checkpoint, dict) or "algorithm" not in checkpoint or "format" not in checkpoint:
+        raise ValueError(f"{path} is a file of torch, but not a checkpoint of {ALGORITHM}_racer.py")
+    if checkpoint["algorithm"] != ALGORITHM:
+        raise ValueError(
+            f"{path} is a checkpoint of {checkpoint['algorithm']}; load it with {checkpoint['algorithm']}_racer.py"
+        )
+    if checkpoint["format"] > CHECKPOINT_FORMAT:
+        raise ValueError(
+            f"{path} has format {checkpoint['format']}, this program knows up to {CHECKPOINT_FORMAT}: a newer one wrote it; update"
+        )
+    return checkpoint
+
+
+def restore_agent(checkpoint: dict, path: Path) -> Agent:
+    """The driver in a checkpoint."""
+    agent = Agent(hidden=int(checkpoint["args"]["hidden"]))
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds networks of other sizes than this program makes: {error}") from error
+    return agent
+
+
+def saved_args(args: Args) -> dict:
+    """Args as plain values, for a checkpoint or JSON."""
+    plain = lambda v: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v  # noqa: E731
+    not_settings = ("resume", "evaluate", "episodes", "json")
+    return {key: plain(value) for key, value in dataclasses.asdict(args).items() if key not in not_settings}
+
+
+def resumed_args(given: Args, saved: dict) -> Args:
+    """The settings of the run that goes on. Only how long it runs and what it leaves behind may change."""
+    settings, fresh = dict(saved), Args()
+    for name in ("track_id", "bridge_url"):
+        settings[name] = tuple(settings[name])
+    for name in ("config_path", "run_dir"):
+        settings[name] = Path(settings[name]) if settings[name] is not None else None
+    may_change = ("eval_every", "checkpoint_every", "tensorboard", "threads", "bridge_url")
+    for name in set(saved) - {"run_name", "run_dir", "total_timesteps"}:
+        value = getattr(given, name)
+        if value in (getattr(fresh, name), settings[name]):
+            continue  # not given, or the same
+        if name in may_change:
+            settings[name] = value
+        elif not given.bridge_url:  # whose own defaults differ
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}, but the run to resume has {settings[name]}, and that cannot change "
+                "in mid-run; leave it out, or start a new run"
+            )
+    if given.total_given:
+        settings["total_timesteps"] = given.total_timesteps
+    try:
+        return Args(**settings, resume=given.resume)
+    except TypeError as error:
+        raise ValueError(f"the checkpoint's settings are not those of this program: {error}") from error
+
+
+# ======================================================================================================================
+# The run: folder, clock, progress
+# ======================================================================================================================
+
+
+class Clock:
+    """Where the time goes: `with clock("learning"): ...` adds up per name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._stack: list[tuple[str, float]] = []
+
+    def __call__(self, name: str) -> Clock:
+        self._stack.append((name, time.perf_counter()))
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        name, began = self._stack.pop()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Stop:
+    """Ctrl+C and SIGTERM ask for an orderly end: the update under way is finished, a checkpoint written. Twice: at once."""
+
+    def __init__(self):
+        self.signal: int | None = None
+        self._before: dict = {}
+
+    def __enter__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not in the main thread: somebody else has the signals
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number, _frame) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("\nstopping: finishing this update, then saving (once more to stop at once)", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def make_run_folder(args: Args) -> Path:
+    """runs/NAME with the settings, the versions and the commit that made it."""
+    tracks = "-".join(Path(track).stem for track in args.track_id)
+    name = args.run_name or f"{ALGORITHM}-{tracks}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = args.run_dir / name
+    if args.run_name and (folder / "checkpoint.pt").exists():
+        raise ValueError(f"{folder} already holds a run; go on with it (--resume {folder}) or give another --run-name")
+    number = 2
+    while not args.run_name and folder.exists():
+        folder, number = args.run_dir / f"{name}-{number}", number + 1
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "args.json").write_text(json.dumps({"args": saved_args(args), **provenance()}, indent=2))
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be written ({error.strerror}); choose another --run-dir"
+        ) from error
+    return folder
+
+
+def provenance() -> dict:
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    versions |= {"gymnasium": gymnasium.__version__, "system": platform.platform()}
+    try:
+        here = Path(__file__).resolve().parent
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        commit = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=5).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    return {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "commit": commit, "versions": versions}
+
+
+class Progress:
+    """A line that stays in place in a terminal; now and then a plain line where the output is a file or a pipe."""
+
+    def __init__(self, total: int, first_step: int):
+        self.total, self.first_step, self.began = total, first_step, time.perf_counter()
+        self.live = sys.stdout.isatty()
+        self._next_line = first_step
+
+    def show(self, steps: int, stats: RaceStats, metrics: dict) -> None:
+        rate = (steps - self.first_step) / max(time.perf_counter() - self.began, 1e-9)
+        left = max(self.total - steps, 0) / max(rate, 1e-9)
+        lap = "no lap yet" if math.isinf(stats.best_lap_sec) else f"best lap {stats.best_lap_sec:.2f} s"
+        share = metrics.get("racer/completion_rate")
+        completion = "" if share is None else f"  {share:4.0%} of episodes lapped"
+        text = f"{steps:>11,} / {self.total:,} steps  {rate:>9,.0f} steps/s  {left:>5.0f} s left  {lap}{completion}"
+        if self.live:
+            print(f"\r{text:<100}", end="", flush=True)
+        elif steps >= self._next_line:
+            print(text, flush=True)
+            self._next_line = steps + self.total // 10
+
+    def say(self, text: str) -> None:
+        print(f"\r{text:<100}" if self.live else text, flush=True)
+
+
+# ======================================================================================================================
+# Train
+# ======================================================================================================================
+
+
+class Trainer:
+    """Everything a run consists of, and its way into a checkpoint and back. What happens with it stands in `train`."""
+
+    def __init__(self, args: Args):
+        torch.set_num_threads(args.threads)
+        torch.manual_seed(args.seed)
+        self.args = args
+        self.generator = torch.Generator().manual_seed(args.seed)
+        env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": args.bridge_url or None}
+        # The bridge first: if it cannot serve, say so before anything else is made.
+        self.envs = RacerVectorEnv(args.num_envs, **env, start=args.start, stagger=True)
+        self.envs.check()
+        self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
+        self.agent = Agent(args.hidden, args.init_std, args.init_throttle)
+        self.optimizer = make_optimizer(self.agent, args.learning_rate)
+        self.scaler = RewardScaler(args.num_envs, args.gamma)
+        self.storage = Storage(args.rollout_steps, args.num_envs)
+        self.stats = RaceStats(args.num_envs, self.envs.config["episode"]["maxSteps"], args.start == "grid")
+        self.iteration = self.steps = 0
+        self.seconds_before = 0.0  # in sessions before this one
+        self.best = {"score": -math.inf, "step": 0, "episodes": []}
+        self.published_beaten: dict | None = None
+
+    def begin(self) -> None:
+        obs, infos = self.envs.reset(seed=self.args.seed)
+        self.storage.obs[-1] = torch.from_numpy(obs)
+        self.stats.begin(infos)
+
+    def get_state(self, seconds: float) -> dict:
+        embedded = not self.args.bridge_url
+        return {
+            "algorithm": ALGORITHM,
+            "format": CHECKPOINT_FORMAT,
+            "args": saved_args(self.args),
+            "agent": {name: value.clone() for name, value in self.agent.state_dict().items()},
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "scaler": pack(self.scaler.get_state()),
+            "stats": pack(self.stats.get_state()),
+            "envs": pack(self.envs.get_state()) if embedded else None,
+            "generator": self.generator.get_state(),
+            "counters": {"iteration": self.iteration, "steps": self.steps, "seconds": seconds},
+            "best": self.best,
+            "published_beaten": self.published_beaten,
+        }
+
+    def set_state(self, checkpoint: dict) -> None:
+        try:
+            self.agent.load_state_dict(checkpoint["agent"])
+            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            self.scaler.set_state(unpack(checkpoint["scaler"]))
+            self.generator.set_state(checkpoint["generator"])
+            counters = checkpoint["counters"]
+            self.iteration, self.steps, self.seconds_before = (
+                counters["iteration"],
+                counters["steps"],
+                counters["seconds"],
+            )
+            self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
+            if checkpoint["envs"] is None or self.args.bridge_url:  # the real game begins new episodes
+                self.begin()
+            else:
+                self.storage.obs[-1] = torch.from_numpy(self.envs.set_state(unpack(checkpoint["envs"])))
+                self.stats.set_state(unpack(checkpoint["stats"]))
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"this checkpoint does not fit this program or its settings: {error!r}") from error
+
+    def close(self) -> None:
+        self.envs.close()
+        self.eval_envs.close()
+
+
+def train(args: Args) -> dict:
+    """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
+    session_began = time.perf_counter()
+    checkpoint = None
+    if args.resume is not None:
+        checkpoint = load_checkpoint(args.resume)
+        args = resumed_args(args, checkpoint["args"])
+        folder = args.resume if args.resume.is_dir() else args.resume.parent
+    run = Trainer(args)
+    clock = Clock()
+    try:
+        if checkpoint is None:
+            folder = make_run_folder(args)
+            run.begin()
+        else:
+            run.set_state(checkpoint)
+        logger = MetricsLogger(folder, None if checkpoint is None else run.steps, tensorboard=args.tensorboard)
+        logger.text(
+            "hyperparameters", "| | |\n|-|-|\n" + "\n".join(f"| {k} | {v} |" for k, v in saved_args(args).items())
+        )
+        progress = Progress(args.total_timesteps, run.steps)
+        progress.say(f"{folder}: {args.num_envs} cars on {', '.join(args.track_id)}"
+                     + (f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else "")
+                     + (f", going on from step {run.steps:,}" if checkpoint else ""))  # fmt: skip
+        elapsed = lambda: run.seconds_before + time.perf_counter() - session_began  # noqa: E731
+        save = lambda: save_checkpoint(folder / "checkpoint.pt", run.get_state(elapsed()))  # noqa: E731
+        with Stop() as stop:
+            try:
+                while run.iteration < args.num_iterations and stop.signal is None:
+                    before = run.steps
+                    metrics = learn_once(run, clock)
+                    with clock("logging"):
+                        run.stats.log(logger)
+                        for name, value in metrics.items():
+                            logger.record(name, value)
+                        logger.record("time/fps", run.steps / elapsed())
+                        for name, seconds in clock.seconds.items():
+                            logger.record(f"time/{name}_sec", seconds)
+                    last = run.iteration == args.num_iterations
+                    if last or run.steps // args.eval_every > before // args.eval_every:
+                        with clock("evaluation"):
+                            evaluate_run(run, folder, logger, progress, elapsed(), last)
+                    with clock("logging"):
+                        metrics = logger.dump(run.steps)
+                        progress.show(run.steps, run.stats, metrics)
+                    if last or run.steps // args.checkpoint_every > before // args.checkpoint_every:
+                        with clock("checkpoints"):
+                            save()
+            except BridgeError:
+                save()
+                raise
+            if stop.signal is not None and run.iteration < args.num_iterations:
+                save()
+        logger.close()
+        return report(run, folder, clock, elapsed(), stop.signal)
+    except BridgeError as error:
+        error.folder = folder if "folder" in locals() else None
+        raise
+    finally:
+        run.close()
+
+
+def learn_once(run: Trainer, clock: Clock) -> dict[str, float]:
+    """One iteration of PPO: rollout, advantages, update. -> metrics"""
+    args, agent, storage = run.args, run.agent, run.storage
+    if args.anneal_lr:
+        run.optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.iteration / args.num_iterations)
+    rollout(agent, run.envs, storage, run.stats, run.generator, clock)
+    with clock("learning"):
+        values, next_values = estimate_values(agent, storage)
+        rewards = run.scaler(storage.rewards, storage.terminated | storage.truncated)
+        ends = storage.terminated, storage.truncated
+        advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
+        obs = storage.obs[:-1].reshape(-1, OBS_SIZE)
+        with torch.no_grad():
+            batch = {
+                "obs": agent.normalize(obs),
+                "actions": storage.actions.reshape(-1, len(ACTION_LOW)),
+                "logprobs": storage.logprobs.reshape(-1),
+                "advantages": torch.from_numpy(advantages.astype(np.float32)).reshape(-1),
+                "returns": torch.from_numpy(returns.astype(np.float32)).reshape(-1),
+            }
+        metrics = update(agent, run.optimizer, batch, args, run.generator)
+        if run.steps < args.norm_steps:
+            agent.update_normalizer(obs)
+    run.iteration += 1
+    run.steps += args.batch_size
+    return {**metrics, "train/explained_variance": explained_variance(values, returns)}
+
+
+def evaluate_run(run: Trainer, folder: Path, logger: MetricsLogger, progress, seconds: float, last: bool) -> None:
+    """Drive an episode per track without noise; keep the driver if it is the best so far, and draw its best lap."""
+    args = run.args
+    episodes, actions = evaluate(run.agent, run.eval_envs, args.track_id)
+    for name, value in eval_metrics(episodes).items():
+        logger.record(name, value)
+    for episode in episodes:
+        progress.say(
+            f"{run.steps:>11,} steps  {time.perf_counter() - PROCESS_START_S:5.1f} s  {describe(summarize([episode]))}"
+        )
+        beaten = PUBLISHED_LAP_TICKS.get(episode.track)
+        if beaten and run.published_beaten is None and min(episode.flying_laps, default=beaten) < beaten:
+            run.published_beaten = {"track": episode.track, "ticks": min(episode.flying_laps), "steps": run.steps,
+                                    "seconds": run.seconds_before + time.perf_counter() - PROCESS_START_S}  # fmt: skip
+    if score(episodes) > run.best["score"]:
+        results = [summarize([episode]) for episode in episodes]
+        run.best = {"score": score(episodes), "step": run.steps, "episodes": results}
+        save_checkpoint(folder / "best.pt", run.get_state(seconds))
+        run.best_laps = (episodes, actions)
+        picture, _ = draw_best_lap(episodes, actions, run.envs.config, with_replay=False)
+        if picture is not None:
+            logger.picture("eval/racing_line", picture, run.steps)
+            save_picture(folder / "racing_line.png", picture)
+    if last and getattr(run, "best_laps", None):
+        _, gif = draw_best_lap(*run.best_laps, run.envs.config, with_replay=True)
+        if gif is not None:
+            logger.animation("eval/replay", gif, run.steps)
+            with contextlib.suppress(OSError):
+                (folder / "replay.gif").write_bytes(gif)
+
+
+def save_picture(path: Path, picture: np.ndarray) -> None:
+    from PIL import Image
+
+    with contextlib.suppress(OSError):
+        Image.fromarray(picture).save(path)
+
+
+def report(run: Trainer, folder: Path, clock: Clock, seconds: float, stopped: int | None) -> dict:
+    """The summary at the end: what was reached, where it is, what to type next."""
+    args = run.args
+    finished = run.iteration >= args.num_iterations
+    waited = time.perf_counter() - PROCESS_START_S
+    total = sum(clock.seconds.values())
+    in_loop = total - clock.seconds.get("evaluation", 0.0)
+    print(f"\n\n{'done' if finished else 'stopped'}: {run.steps:,} steps in {seconds:.1f} s ({waited:.1f} s since the start "
+          f"of the process)")  # fmt: skip
+    shares = sorted(clock.seconds.items(), key=lambda item: -item[1])
+    print("time      " + ", ".join(f"{name} {s:.1f} s ({s / max(total, 1e-9):.0%})" for name, s in shares))
+    if run.best["episodes"]:
+        print(f"best      at step {run.best['step']:,}")
+        for result in run.best["episodes"]:
+            print(f"          {describe(result)}")
+    if run.published_beaten:
+        beaten = run.published_beaten
+        mark, lap = (ticks / TICKS_PER_SECOND for ticks in (PUBLISHED_LAP_TICKS[beaten["track"]], beaten["ticks"]))
+        print(f"          first lap under the published driver's {mark:.3f} s: {lap:.3f} s, seen "
+              f"{beaten['seconds']:.1f} s after the start of the process, at {beaten['steps']:,} steps")  # fmt: skip
+    program = Path(sys.argv[0]).name or f"{ALGORITHM}_racer.py"
+    print(f"files     {folder}: best.pt, checkpoint.pt, metrics.csv, racing_line.png, replay.gif")
+    if not finished:
+        print(f"go on     python {program} --resume {folder}")
+    print(f"evaluate  python {program} --evaluate {folder / 'best.pt'}")
+    print(f"look      tensorboard --logdir {args.run_dir}")
+    return {
+        "run_folder": str(folder),
+        "steps": run.steps,
+        "seconds": seconds,
+        "steps_per_sec": args.batch_size * run.iteration / max(in_loop, 1e-9) if run.seconds_before == 0 else None,
+        "clock": dict(clock.seconds),
+        "best": run.best,
+        "published_beaten": run.published_beaten,
+        "finished": finished,
+        "signal": stopped,
+    }
+
+
+# ======================================================================================================================
+# Evaluate a checkpoint, and the command line
+# ======================================================================================================================
+
+
+def evaluate_checkpoint(args: Args) -> list[dict]:
+    """`--evaluate`: lap times of a trained driver, on the tracks of its training unless others are given."""
+    checkpoint = load_checkpoint(args.evaluate, prefer="best.pt")
+    agent = restore_agent(checkpoint, args.evaluate)
+    tracks = args.track_id if args.track_id != Args.track_id else tuple(checkpoint["args"]["track_id"])
+    config_path = args.config_path or checkpoint["args"]["config_path"]
+    print(
+        f"{args.evaluate}: trained for {checkpoint['counters']['steps']:,} steps on {', '.join(checkpoint['args']['track_id'])}"
+    )
+    results = []
+    for track in tracks:
+        envs = RacerVectorEnv(args.episodes, track, config_path, args.bridge_url or None, args.start)
+        try:
+            episodes, _ = evaluate(agent, envs, [track], seed=args.seed)
+        finally:
+            envs.close()
+        results.append(summarize(episodes))
+        result = results[-1]
+        print(f"\n{track}: {args.episodes} episodes from {'the grid' if args.start == 'grid' else 'anywhere'}")
+        show = lambda value: "none" if value is None else f"{value:.3f} s"  # noqa: E731
+        print(f"  laps            {result['laps']} ({result['completion_rate']:.0%} of episodes with one, "
+              f"{result['to_the_end']:.0%} driven to the end)")  # fmt: skip
+        print(f"  first lap       {show(result['first_lap_sec'])} from standing")
+        print(f"  flying lap      {show(result['flying_lap_sec'])} median, spread {show(result['flying_spread_sec'])}")
+        print(f"  best lap        {show(result['best_lap_sec'])}")
+        print(f"  reward          {result['mean_reward']:.3f} over {result['mean_length']:,.0f} ticks")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2))
+    return results
+
+
+def main() -> int:
+    args = tyro.cli(Args, description=__doc__)
+    try:
+        if args.evaluate is not None:
+            evaluate_checkpoint(args)
+            return 0
+        result = train(args)
+    except BridgeError as error:
+        print(f"\n{ALGORITHM}_racer: {error}", file=sys.stderr)
+        if getattr(error, "folder", None):
+            print(f"nothing is lost; go on with: python {ALGORITHM}_racer.py --resume {error.folder}", file=sys.stderr)
+        return EXIT_BRIDGE
+    except (ValueError, FloatingPointError) as error:
+        print(f"\n{ALGORITHM}_racer: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    if result["finished"] or result["signal"] is None:
+        return 0
+    return EXIT_TERMINATED if result["signal"] == signal.SIGTERM else EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

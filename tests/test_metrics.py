@@ -1,0 +1,337 @@
+"""The logger's semantics, laps and episodes against hand-made infos and real ones, and the pictures."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import numpy as np
+import pytest
+from conftest import drive
+
+import callbacks_lite
+from callbacks_lite import REWARD_PARTS, TICKS_PER_SECOND, MetricsLogger, RaceStats, lap_replay, racing_line, read_csv
+from racer_env import Painter, RacerVectorEnv, drive_again
+from racer_sim import load_track
+
+
+def rows(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def logger(tmp_path):
+    made = MetricsLogger(tmp_path, tensorboard=False)
+    yield made
+    made.close()
+
+
+# -- the logger --------------------------------------------------------------------------------------------------------
+
+
+def test_record_keeps_the_last_and_record_mean_averages_until_dump(logger, tmp_path):
+    for value in (1, 2, 6):
+        logger.record("last", value)
+        logger.record_mean("mean", value)
+    assert logger.dump(10) == {"last": 6.0, "mean": 3.0}
+    logger.record_mean("mean", 5)
+    assert logger.dump(20) == {"mean": 5.0}, "a dump starts afresh"
+    assert [dict(r) for r in rows(tmp_path)] == [
+        {"step": "10", "last": "6.0", "mean": "3.0"},
+        {"step": "20", "last": "", "mean": "5.0"},
+    ]
+
+
+def test_csv_survives_a_late_new_column(logger, tmp_path):
+    logger.record("a", 1)
+    logger.dump(1)
+    logger.record("a", 2)
+    logger.record("b", 3)
+    logger.dump(2)
+    assert [dict(r) for r in rows(tmp_path)] == [
+        {"step": "1", "a": "1.0", "b": ""},
+        {"step": "2", "a": "2.0", "b": "3.0"},
+    ]
+
+
+def test_every_row_is_on_disk_at_once(logger, tmp_path):
+    logger.record("a", 1)
+    logger.dump(1)
+    assert len(rows(tmp_path)) == 1  # nothing was closed or flushed by hand
+    logger.record("a", 2)
+    logger.dump(2)
+    assert len(rows(tmp_path)) == 2
+
+
+def test_resume_takes_back_what_came_after_the_checkpoint_and_a_torn_line(tmp_path):
+    first = MetricsLogger(tmp_path, tensorboard=False)
+    for step in (10, 20, 30):
+        first.record("a", step)
+        first.dump(step)
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("40,4")  # killed while writing
+    again = MetricsLogger(tmp_path, resume_step=20, tensorboard=False)
+    again.record("a", 99)
+    again.dump(30)
+    assert [(r["step"], r["a"]) for r in rows(tmp_path)] == [("10", "10.0"), ("20", "20.0"), ("30", "99.0")]
+
+
+def test_a_torn_line_is_left_out_on_reading(tmp_path):
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,a\n1,2\n2,")
+    assert read_csv(path) == [{"step": "1", "a": "2"}]
+    assert read_csv(tmp_path / "none.csv") == []
+
+
+def test_tensorboard_gets_scalars_text_pictures_and_the_animation(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = MetricsLogger(tmp_path)
+    logger.record("train/loss", 0.5)
+    logger.dump(7)
+    logger.text("hyperparameters", "gamma 0.98")
+    logger.picture("eval/racing_line", np.zeros((8, 9, 3), np.uint8), 7)
+    logger.animation("eval/replay", b"GIF89a", 7)
+    logger.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(7, 0.5)]
+    assert set(events.Tags()["images"]) == {"eval/racing_line", "eval/replay"}
+    assert events.Tags()["tensors"] == ["hyperparameters/text_summary"]
+
+
+def test_a_tensorboard_that_cannot_be_imported_costs_one_warning(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.warns(UserWarning, match="no TensorBoard from here on") as caught:
+        logger = MetricsLogger(tmp_path)
+        for step in range(3):
+            logger.record("a", 1)
+            logger.dump(step)
+    assert len(caught) == 1 and len(rows(tmp_path)) == 3
+
+
+def test_a_tensorboard_that_fails_to_write_costs_one_warning(tmp_path):
+    logger = MetricsLogger(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    logger._writer.add_scalar = full
+    with pytest.warns(UserWarning, match="No space left") as caught:
+        for step in range(3):
+            logger.record("a", 1)
+            logger.dump(step)
+    assert len(caught) == 1 and len(rows(tmp_path)) == 3
+
+
+def test_a_csv_that_cannot_be_written_costs_one_warning(logger, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(logger.csv_path), "open", full)
+    with pytest.warns(UserWarning, match=r"metrics\.csv cannot be written") as caught:
+        for step in range(3):
+            logger.record("a", 1)
+            logger.dump(step)
+    assert len(caught) == 1
+
+
+# -- laps and episodes -------------------------------------------------------------------------------------------------
+
+
+def make_infos(lap, checkpoint, count, ended=None, final=None, returns=None, cut=None, progress=0.001):
+    n = len(lap)
+    infos = {"lap": np.array(lap), "checkpoint": np.array(checkpoint), "stepCount": np.array(count)}
+    infos |= {part: np.full(n, progress if part == "progress" else 0.0) for part in REWARD_PARTS}
+    if ended is not None:
+        mask = np.array(ended)
+        infos["_final_info"] = mask
+        infos["final_info"] = {key: np.where(mask, value, 0) for key, value in final.items()}
+        infos["final_info"] |= {part: np.where(mask, 0.5 if part == "wall" else 0.0, 0.0) for part in REWARD_PARTS}
+        for part in REWARD_PARTS:
+            infos[part] = np.where(mask, 0.0, infos[part])
+        infos["episode"] = {"r": np.array(returns), "l": np.where(mask, final["stepCount"], 0), "t": np.zeros(n)}
+        if cut is not None:
+            infos["episode"]["cut"] = np.array(cut)
+    return infos
+
+
+def logged(stats, tmp_path):
+    logger = MetricsLogger(tmp_path, tensorboard=False)
+    stats.log(logger)
+    return logger.dump(0)
+
+
+def test_lap_times_are_differences_of_step_counts_per_car(tmp_path):
+    stats = RaceStats(2, max_steps=3000)
+    stats.step(make_infos([1, 1], [29, 29], [400, 400]))
+    stats.step(make_infos([2, 1], [0, 29], [480, 480]))
+    stats.step(make_infos([2, 2], [29, 0], [540, 540]))
+    stats.step(make_infos([3, 2], [0, 1], [900, 900]))
+    values = logged(stats, tmp_path)
+    assert values["racer/best_lap_time_sec"] == pytest.approx(420 / TICKS_PER_SECOND)
+    assert values["racer/mean_lap_time_sec"] == pytest.approx((480 + 540 + 420) / 3 / TICKS_PER_SECOND)
+
+
+def test_a_lap_finished_in_the_last_tick_counts_and_the_next_episode_starts_afresh(tmp_path):
+    stats = RaceStats(2, max_steps=3000)
+    stats.step(make_infos([1, 1], [29, 5], [499, 499]))
+    final = {"lap": np.array([2, 0]), "checkpoint": np.array([0, 0]), "stepCount": np.array([500, 0])}
+    stats.step(make_infos([1, 1], [0, 6], [0, 500], ended=[True, False], final=final, returns=[3.0, 0.0]))
+    stats.step(make_infos([1, 1], [29, 7], [300, 800]))
+    stats.step(make_infos([2, 1], [0, 7], [310, 810]))
+    values = logged(stats, tmp_path)
+    assert values["racer/mean_lap_time_sec"] == pytest.approx((500 + 310) / 2 / TICKS_PER_SECOND)
+    assert values["racer/completion_rate"] == 1.0 and values["racer/episodes_this_rollout"] == 1
+
+
+def test_a_lap_not_begun_on_the_line_has_no_time(tmp_path):
+    stats = RaceStats(1, max_steps=3000, starts_on_line=False)
+    stats.begin({"lap": np.array([1]), "checkpoint": np.array([12])})
+    stats.step(make_infos([1], [29], [200]))
+    stats.step(make_infos([1], [0], [210]))  # first time over the line: the game counts no lap
+    assert "racer/mean_lap_time_sec" not in logged(stats, tmp_path)
+    stats.step(make_infos([1], [29], [600]))
+    stats.step(make_infos([2], [0], [650]))
+    assert logged(stats, tmp_path)["racer/mean_lap_time_sec"] == pytest.approx(440 / TICKS_PER_SECOND)
+
+
+def test_what_did_not_happen_is_not_logged_and_accumulators_clear(tmp_path):
+    stats = RaceStats(1, max_steps=3000)
+    stats.step(make_infos([1], [0], [1], progress=0.25))
+    values = logged(stats, tmp_path)
+    assert set(values) == {f"reward/{part}" for part in REWARD_PARTS}
+    assert values["reward/progress"] == 0.25
+    stats.step(make_infos([1], [0], [2], progress=0.75))
+    assert logged(stats, tmp_path)["reward/progress"] == 0.75
+
+
+def test_reward_parts_count_the_last_tick_of_an_episode_too(tmp_path):
+    stats = RaceStats(2, max_steps=3000)
+    final = {"lap": np.array([1, 0]), "checkpoint": np.array([3, 0]), "stepCount": np.array([9, 0])}
+    stats.step(make_infos([1, 1], [0, 3], [0, 9], ended=[True, False], final=final, returns=[1.0, 0.0]))
+    assert logged(stats, tmp_path)["reward/wall"] == pytest.approx(0.5 / 2)
+
+
+def test_episodes_cut_short_stand_for_whole_ones(tmp_path):
+    stats = RaceStats(2, max_steps=1000)
+    final = {"lap": np.array([1, 1]), "checkpoint": np.array([3, 3]), "stepCount": np.array([100, 100])}
+    stats.step(make_infos([1, 1], [0, 0], [0, 0], [True, True], final, returns=[0.2, 0.4], cut=[True, True]))
+    values = logged(stats, tmp_path)
+    assert values["rollout/ep_len_mean"] == 1000
+    assert values["rollout/ep_rew_mean"] == pytest.approx(3.0)  # 0.003 a tick, for 1,000 ticks
+    assert values["racer/episodes_this_rollout"] == 2
+    assert "racer/completion_rate" not in values, "100 of 1,000 ticks say nothing about completion"
+
+
+def test_whole_episodes_give_the_plain_means_of_the_last_hundred(tmp_path):
+    stats = RaceStats(1, max_steps=1000)
+    for i in range(150):
+        final = {"lap": np.array([1]), "checkpoint": np.array([3]), "stepCount": np.array([10 + i])}
+        stats.step(make_infos([1], [0], [0], [True], final, returns=[float(i)]))
+    values = logged(stats, tmp_path)
+    assert values["rollout/ep_rew_mean"] == pytest.approx(np.mean(range(50, 150)))
+    assert values["rollout/ep_len_mean"] == pytest.approx(10 + np.mean(range(50, 150)))
+    assert values["racer/completion_rate"] == 0.0
+
+
+@pytest.mark.parametrize("start", ["grid", "anywhere"])
+def test_real_laps_are_timed_as_the_engine_times_them(start, tmp_path):
+    """Six cars on two tracks, short episodes: every lap the engine counts is timed, and nothing else is."""
+    path = tmp_path / "config.json"
+    path.write_text(
+        (callbacks_lite.Path(__file__).parent.parent / "ai-config.json").read_text().replace("3000", "1300")
+    )
+    envs = RacerVectorEnv(6, ["track-01", "track-02"], path, start=start, stagger=True)
+    stats = RaceStats(6, 1300, starts_on_line=start == "grid")
+    observations, infos = envs.reset(seed=3)
+    stats.begin(infos)
+    sim, engine_laps = envs._cars.sim, []
+    counted = sim.cross_gates
+
+    def cross_gates(*arguments):
+        before = sim.lap
+        counted(*arguments)
+        engine_laps.extend((sim.lap_ticks[sim.lap > before] / TICKS_PER_SECOND).tolist())
+
+    sim.cross_gates = cross_gates
+    for _ in range(2800):
+        observations, *_, infos = envs.step(drive(observations))
+        stats.step(infos)
+    assert len(engine_laps) > 8
+    assert stats.lap_times_sec == engine_laps
+    assert stats.ended >= 12
+
+
+def test_stats_state_continues(tmp_path):
+    def feed(stats, ticks):
+        for t in ticks:
+            stats.step(make_infos([1 + t // 100] * 2, [0 if t % 100 == 0 else 29] * 2, [t, t]))
+
+    whole, first, second = (RaceStats(2, 3000) for _ in range(3))
+    feed(whole, range(1, 260))
+    feed(first, range(1, 150))
+    second.set_state(first.get_state())
+    feed(second, range(150, 260))
+    assert second.lap_times_sec == whole.lap_times_sec[-2:] and second.best_lap_sec == whole.best_lap_sec
+    assert second.total_laps == whole.total_laps
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lap():
+    track = load_track("track-03")
+    positions = track.position(np.linspace(0, track.length, 400))
+    tangents = track.tangent(np.linspace(0, track.length, 400))
+    speeds = 100 + 50 * np.sin(np.linspace(0, 6, 400))
+    return Painter(track), positions, np.arctan2(tangents[:, 1], tangents[:, 0]), speeds
+
+
+def test_racing_line_is_coloured_by_speed_and_carries_its_title(lap):
+    painter, positions, _, speeds = lap
+    plain = np.asarray(painter.canvas()[0].reduce(painter.SCALE)).astype(int)
+    picture = racing_line(painter, positions, speeds, "track-03  17.000 s").astype(int)
+    assert picture.shape == plain.shape
+    place = lambda i: tuple(int(v / painter.SCALE) for v in painter.to_pixels(positions[i])[0])[::-1]  # noqa: E731
+    for i in (int(speeds.argmax()), int(speeds.argmin())):
+        expected = callbacks_lite.speed_colour((speeds[i] - speeds.min()) / np.ptp(speeds))
+        assert np.abs(picture[place(i)] - expected).max() < 60
+    assert (np.abs(picture - plain).max(2) > 40).sum() > 2000
+    without_title = racing_line(painter, positions, speeds, "").astype(int)
+    assert (np.abs(picture - without_title).max(2) > 40).sum() > 200, "the title is readable"
+
+
+def test_a_lap_at_one_speed_is_not_drawn_as_slow():
+    low, high = callbacks_lite.speed_scale([160.0, 159.9])
+    assert high == 160.0 and low == 120.0
+
+
+def test_replay_is_an_animation_in_real_time(lap):
+    from PIL import Image
+
+    painter, positions, headings, speeds = lap
+    gif = Image.open(io.BytesIO(lap_replay(painter.smaller(240), positions, headings, speeds)))
+    assert gif.format == "GIF" and gif.n_frames == 99 and max(gif.size) <= 242
+    assert gif.n_frames * gif.info["duration"] / 1000 == pytest.approx(400 / TICKS_PER_SECOND, rel=0.06)
+    frames = []
+    for i in (10, 60):
+        gif.seek(i)
+        frames.append(np.asarray(gif.convert("RGB")).astype(int))
+    assert np.abs(frames[0] - frames[1]).max() > 100, "the car moves"
+
+
+def test_drive_again_ends_where_the_car_ended():
+    envs = RacerVectorEnv(1, "track-02")
+    observations, _ = envs.reset(seed=0)
+    actions = []
+    for _ in range(90):
+        actions.append(drive(observations)[0])
+        observations, *_ = envs.step(actions[-1][None])
+    _, x, y, heading, speed = drive_again("track-02", envs.config, np.array(actions))
+    sim = envs._cars.sim
+    assert (x[-1], y[-1], heading[-1], speed[-1]) == (sim.x[0], sim.y[0], sim.heading[0], sim.speed[0])
+    assert len(x) == 91
