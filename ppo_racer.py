@@ -101,7 +101,7 @@ class Args:
     """bonus for staying random; these tracks need none"""
     vf_coef: float = 0.5
     """weight of the critic's loss"""
-    init_std: float = 0.3
+    init_std: float = 0.4
     """first standard deviation of the inputs; learned from then on"""
     init_throttle: float = 1.0
     """first mean of the throttle: a car that presses it finds out about driving sooner"""
@@ -194,7 +194,7 @@ class Agent(nn.Module):
     a racing car lives, hard to reach.) Without noise the driver gives the mean.
     """
 
-    def __init__(self, hidden: int = 64, init_std: float = 0.3, init_throttle: float = 1.0):
+    def __init__(self, hidden: int = 64, init_std: float = 0.4, init_throttle: float = 1.0):
         super().__init__()
         self.actor = mlp(hidden, len(ACTION_LOW), output_gain=0.01)
         self.critic = mlp(hidden, 1, output_gain=1.0)
@@ -787,19 +787,23 @@ class Progress:
 # ======================================================================================================================
 
 
-class Trainer:
+class Run:
     """Everything a run consists of, and its way into a checkpoint and back. What happens with it stands in `train`."""
 
     def __init__(self, args: Args):
         torch.set_num_threads(args.threads)
         torch.manual_seed(args.seed)
-        self.args = args
+        self.args, self.clock, self.session_began = args, Clock(), time.perf_counter()
         self.generator = torch.Generator().manual_seed(args.seed)
         env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": args.bridge_url or None}
         # The bridge first: if it cannot serve, say so before anything else is made.
         self.envs = RacerVectorEnv(args.num_envs, **env, start=args.start, stagger=True)
-        self.envs.check()
-        self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
+        try:
+            self.envs.check()
+            self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
+        except BaseException:
+            self.envs.close()
+            raise
         self.agent = Agent(args.hidden, args.init_std, args.init_throttle)
         self.optimizer = make_optimizer(self.agent, args.learning_rate)
         self.scaler = RewardScaler(args.num_envs, args.gamma)
@@ -808,6 +812,7 @@ class Trainer:
         self.iteration = self.steps = 0
         self.seconds_before = 0.0  # in sessions before this one
         self.best = {"score": -math.inf, "step": 0, "episodes": []}
+        self.best_laps: tuple[list[Episode], np.ndarray] | None = None  # of this session, for pictures
         self.published_beaten: dict | None = None
 
     def begin(self) -> None:
@@ -815,7 +820,43 @@ class Trainer:
         self.storage.obs[-1] = torch.from_numpy(obs)
         self.stats.begin(infos)
 
-    def get_state(self, seconds: float) -> dict:
+    def open_folder(self, folder: Path, resumed: bool) -> None:
+        args = self.args
+        self.folder = folder
+        self.logger = MetricsLogger(folder, self.steps if resumed else None, tensorboard=args.tensorboard)
+        rows = [f"| {name} | {value} |" for name, value in saved_args(args).items()]
+        self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
+        self.progress = Progress(args.total_timesteps, self.steps)
+        where = f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
+        going_on = f", going on from step {self.steps:,}" if resumed else ""
+        self.progress.say(f"{folder}: {args.num_envs} cars on {', '.join(args.track_id)}{where}{going_on}")
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken, all sessions together."""
+        return self.seconds_before + time.perf_counter() - self.session_began
+
+    @property
+    def finished(self) -> bool:
+        return self.iteration >= self.args.num_iterations
+
+    def due(self, every: int) -> bool:
+        """Whether the last iteration went past a multiple of so many steps, or was the last."""
+        return self.finished or self.steps // every > (self.steps - self.args.batch_size) // every
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self.stats.log(self.logger)
+        metrics = {**metrics, "time/fps": self.steps / self.seconds}
+        for name, seconds in self.clock.seconds.items():
+            metrics[f"time/{name}_sec"] = seconds
+        for name, value in metrics.items():
+            self.logger.record(name, value)
+
+    def save(self) -> None:
+        with self.clock("checkpoints"):
+            save_checkpoint(self.folder / "checkpoint.pt", self.get_state())
+
+    def get_state(self) -> dict:
         embedded = not self.args.bridge_url
         return {
             "algorithm": ALGORITHM,
@@ -827,7 +868,7 @@ class Trainer:
             "stats": pack(self.stats.get_state()),
             "envs": pack(self.envs.get_state()) if embedded else None,
             "generator": self.generator.get_state(),
-            "counters": {"iteration": self.iteration, "steps": self.steps, "seconds": seconds},
+            "counters": {"iteration": self.iteration, "steps": self.steps, "seconds": self.seconds},
             "best": self.best,
             "published_beaten": self.published_beaten,
         }
@@ -856,73 +897,63 @@ class Trainer:
     def close(self) -> None:
         self.envs.close()
         self.eval_envs.close()
+        if hasattr(self, "logger"):
+            self.logger.close()
 
 
-def train(args: Args) -> dict:
-    """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    session_began = time.perf_counter()
+def start_run(args: Args) -> Run:
+    """A new run, or the one in --resume as it stood."""
     checkpoint = None
     if args.resume is not None:
         checkpoint = load_checkpoint(args.resume)
         args = resumed_args(args, checkpoint["args"])
-        folder = args.resume if args.resume.is_dir() else args.resume.parent
-    run = Trainer(args)
-    clock = Clock()
+    run = Run(args)
     try:
         if checkpoint is None:
             folder = make_run_folder(args)
             run.begin()
         else:
+            folder = args.resume if args.resume.is_dir() else args.resume.parent
             run.set_state(checkpoint)
-        logger = MetricsLogger(folder, None if checkpoint is None else run.steps, tensorboard=args.tensorboard)
-        logger.text(
-            "hyperparameters", "| | |\n|-|-|\n" + "\n".join(f"| {k} | {v} |" for k, v in saved_args(args).items())
-        )
-        progress = Progress(args.total_timesteps, run.steps)
-        progress.say(f"{folder}: {args.num_envs} cars on {', '.join(args.track_id)}"
-                     + (f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else "")
-                     + (f", going on from step {run.steps:,}" if checkpoint else ""))  # fmt: skip
-        elapsed = lambda: run.seconds_before + time.perf_counter() - session_began  # noqa: E731
-        save = lambda: save_checkpoint(folder / "checkpoint.pt", run.get_state(elapsed()))  # noqa: E731
+        run.open_folder(folder, resumed=checkpoint is not None)
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def train(args: Args) -> dict:
+    """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
+    run = start_run(args)
+    args = run.args
+    try:
         with Stop() as stop:
-            try:
-                while run.iteration < args.num_iterations and stop.signal is None:
-                    before = run.steps
-                    metrics = learn_once(run, clock)
-                    with clock("logging"):
-                        run.stats.log(logger)
-                        for name, value in metrics.items():
-                            logger.record(name, value)
-                        logger.record("time/fps", run.steps / elapsed())
-                        for name, seconds in clock.seconds.items():
-                            logger.record(f"time/{name}_sec", seconds)
-                    last = run.iteration == args.num_iterations
-                    if last or run.steps // args.eval_every > before // args.eval_every:
-                        with clock("evaluation"):
-                            evaluate_run(run, folder, logger, progress, elapsed(), last)
-                    with clock("logging"):
-                        metrics = logger.dump(run.steps)
-                        progress.show(run.steps, run.stats, metrics)
-                    if last or run.steps // args.checkpoint_every > before // args.checkpoint_every:
-                        with clock("checkpoints"):
-                            save()
-            except BridgeError:
-                save()
-                raise
-            if stop.signal is not None and run.iteration < args.num_iterations:
-                save()
-        logger.close()
-        return report(run, folder, clock, elapsed(), stop.signal)
+            while not run.finished and stop.signal is None:
+                metrics = learn_once(run)
+                with run.clock("logging"):
+                    run.log(metrics)
+                if run.due(args.eval_every):
+                    with run.clock("evaluation"):
+                        evaluate_run(run)
+                with run.clock("logging"):
+                    run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
+                if run.due(args.checkpoint_every) or stop.signal is not None:
+                    run.save()
+        return report(run, stop.signal)
     except BridgeError as error:
-        error.folder = folder if "folder" in locals() else None
+        run.save()  # as it stood after the last update; what was driven since is lost
+        error.folder = run.folder
+        raise
+    except FloatingPointError as error:
+        error.folder = run.folder
         raise
     finally:
         run.close()
 
 
-def learn_once(run: Trainer, clock: Clock) -> dict[str, float]:
+def learn_once(run: Run) -> dict[str, float]:
     """One iteration of PPO: rollout, advantages, update. -> metrics"""
-    args, agent, storage = run.args, run.agent, run.storage
+    args, agent, storage, clock = run.args, run.agent, run.storage, run.clock
     if args.anneal_lr:
         run.optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.iteration / args.num_iterations)
     rollout(agent, run.envs, storage, run.stats, run.generator, clock)
@@ -948,31 +979,33 @@ def learn_once(run: Trainer, clock: Clock) -> dict[str, float]:
     return {**metrics, "train/explained_variance": explained_variance(values, returns)}
 
 
-def evaluate_run(run: Trainer, folder: Path, logger: MetricsLogger, progress, seconds: float, last: bool) -> None:
+def evaluate_run(run: Run) -> None:
     """Drive an episode per track without noise; keep the driver if it is the best so far, and draw its best lap."""
-    args = run.args
+    args, folder, logger = run.args, run.folder, run.logger
     episodes, actions = evaluate(run.agent, run.eval_envs, args.track_id)
+    since_start = run.seconds_before + time.perf_counter() - PROCESS_START_S
     for name, value in eval_metrics(episodes).items():
         logger.record(name, value)
     for episode in episodes:
-        progress.say(
-            f"{run.steps:>11,} steps  {time.perf_counter() - PROCESS_START_S:5.1f} s  {describe(summarize([episode]))}"
-        )
-        beaten = PUBLISHED_LAP_TICKS.get(episode.track)
-        if beaten and run.published_beaten is None and min(episode.flying_laps, default=beaten) < beaten:
-            run.published_beaten = {"track": episode.track, "ticks": min(episode.flying_laps), "steps": run.steps,
-                                    "seconds": run.seconds_before + time.perf_counter() - PROCESS_START_S}  # fmt: skip
+        run.progress.say(f"{run.steps:>11,} steps  {since_start:5.1f} s  {describe(summarize([episode]))}")
+        mark = PUBLISHED_LAP_TICKS.get(episode.track)
+        if mark and run.published_beaten is None and min(episode.flying_laps, default=mark) < mark:
+            lap = {"track": episode.track, "ticks": min(episode.flying_laps)}
+            run.published_beaten = {**lap, "steps": run.steps, "seconds": since_start}
     if score(episodes) > run.best["score"]:
         results = [summarize([episode]) for episode in episodes]
         run.best = {"score": score(episodes), "step": run.steps, "episodes": results}
-        save_checkpoint(folder / "best.pt", run.get_state(seconds))
-        run.best_laps = (episodes, actions)
+        run.best_laps = episodes, actions
+        save_checkpoint(folder / "best.pt", run.get_state())
         picture, _ = draw_best_lap(episodes, actions, run.envs.config, with_replay=False)
         if picture is not None:
             logger.picture("eval/racing_line", picture, run.steps)
             save_picture(folder / "racing_line.png", picture)
-    if last and getattr(run, "best_laps", None):
-        _, gif = draw_best_lap(*run.best_laps, run.envs.config, with_replay=True)
+    if run.finished:
+        if run.best_laps is None and (folder / "best.pt").exists():  # the best driver is of an earlier session
+            best = restore_agent(load_checkpoint(folder / "best.pt"), folder)
+            run.best_laps = evaluate(best, run.eval_envs, args.track_id)
+        _, gif = draw_best_lap(*(run.best_laps or (episodes, actions)), run.envs.config, with_replay=True)
         if gif is not None:
             logger.animation("eval/replay", gif, run.steps)
             with contextlib.suppress(OSError):
@@ -986,10 +1019,9 @@ def save_picture(path: Path, picture: np.ndarray) -> None:
         Image.fromarray(picture).save(path)
 
 
-def report(run: Trainer, folder: Path, clock: Clock, seconds: float, stopped: int | None) -> dict:
+def report(run: Run, stopped: int | None) -> dict:
     """The summary at the end: what was reached, where it is, what to type next."""
-    args = run.args
-    finished = run.iteration >= args.num_iterations
+    args, folder, clock, finished, seconds = run.args, run.folder, run.clock, run.finished, run.seconds
     waited = time.perf_counter() - PROCESS_START_S
     total = sum(clock.seconds.values())
     in_loop = total - clock.seconds.get("evaluation", 0.0)
@@ -1070,12 +1102,19 @@ def main() -> int:
         result = train(args)
     except BridgeError as error:
         print(f"\n{ALGORITHM}_racer: {error}", file=sys.stderr)
-        if getattr(error, "folder", None):
-            print(f"nothing is lost; go on with: python {ALGORITHM}_racer.py --resume {error.folder}", file=sys.stderr)
+        if hasattr(error, "folder"):
+            print(f"Saved; go on with: python {ALGORITHM}_racer.py --resume {error.folder}", file=sys.stderr)
         return EXIT_BRIDGE
-    except (ValueError, FloatingPointError) as error:
+    except FloatingPointError as error:
+        print(
+            f"\n{ALGORITHM}_racer: {error}. Learning has blown up; nothing of it was saved. The last good state is in "
+            f"{error.folder}; start again with a smaller --learning-rate, or --max-grad-norm",
+            file=sys.stderr,
+        )
+        return 1
+    except ValueError as error:
         print(f"\n{ALGORITHM}_racer: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 2
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     if result["finished"] or result["signal"] is None:

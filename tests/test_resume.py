@@ -89,10 +89,10 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_run_never_stopped(
 ):
     learn_once = ppo_racer.learn_once
 
-    def interrupted(run, clock):
+    def interrupted(run):
         if run.iteration == iteration - 1:
             signal.raise_signal(signal.SIGINT)
-        return learn_once(run, clock)
+        return learn_once(run)
 
     with monkeypatch.context() as patch:
         patch.setattr(ppo_racer, "learn_once", interrupted)
