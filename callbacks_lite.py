@@ -97,11 +97,11 @@ class MetricsLogger:
         """An encoded GIF for the Images tab, where it plays."""
         if self._writer is None:
             return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        image = Summary.Image(encoded_image_string=gif, colorspace=3)
-        summary = Summary(value=[Summary.Value(tag=key, image=image)])
         try:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            image = Summary.Image(encoded_image_string=gif, colorspace=3)
+            summary = Summary(value=[Summary.Value(tag=key, image=image)])
             self._writer.file_writer.add_summary(summary, step)
         except Exception as error:
             self._give_up_tensorboard(error)
@@ -118,9 +118,6 @@ class MetricsLogger:
         if values:
             self._try_csv(self._append_row, {"step": step, **values})
         return values
-
-    def flush(self) -> None:
-        self._to_tensorboard("flush")
 
     def close(self) -> None:
         self._to_tensorboard("close")
@@ -195,8 +192,8 @@ class RaceStats:
     A lap is timed from line to line by step counts, per car. A lap that did not begin on the line (start="anywhere", or the
     first one after it) has no time. With many cars all first episodes would end in the same tick, late; the environment can
     cut them short at different times (`stagger`). Such an episode is counted as one that goes on to the limit at the reward
-    per tick it had, so that the means are neither late nor drawn toward short episodes; it counts for the completion rate
-    if it saw a lap, or had half an episode's time for one.
+    per tick it had, so that the means are neither late nor drawn toward short episodes; for the completion rate it counts if
+    it had half an episode's time for a lap.
     """
 
     def __init__(self, num_cars: int, max_steps: int, starts_on_line: bool = True):
@@ -257,7 +254,7 @@ class RaceStats:
             ticks = int(episode["l"][i])
             self.episodes.append((float(episode["r"][i]), ticks, self.max_steps if cut[i] else ticks))
             self.ended += 1
-            if not cut[i] or self.lapped[i] or ticks >= self.max_steps / 2:
+            if not cut[i] or ticks >= self.max_steps / 2:  # by its length, whatever happened in it
                 self.counted += 1
                 self.completed += int(self.lapped[i])
         self.lapped[cars] = False
@@ -276,7 +273,7 @@ class RaceStats:
             logger.record("racer/completion_rate", self.completed / self.counted)
         if self.episodes:
             returns, ticks, lengths = np.array(self.episodes).T
-            logger.record("rollout/ep_rew_mean", returns.sum() / ticks.sum() * lengths.mean())
+            logger.record("rollout/ep_rew_mean", (returns / ticks * lengths).mean())
             logger.record("rollout/ep_len_mean", lengths.mean())
         self._clear()
 
@@ -286,6 +283,11 @@ class RaceStats:
         totals = np.array([self.best_lap_sec, self.total_laps])
         arrays = {name: getattr(self, name).copy() for name in ("lap", "checkpoint", "lap_began", "lapped")}
         return {**arrays, "episodes": episodes, "totals": totals}
+
+    def forget_episodes(self) -> None:
+        """All cars begin anew, in the middle of whatever they were doing."""
+        self.lap_began[:] = 0 if self.starts_on_line else -1
+        self.lapped[:] = False
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
         for name in ("lap", "checkpoint", "lap_began", "lapped"):
@@ -302,7 +304,7 @@ class RaceStats:
 SPEED_COLOURS = np.array(
     [(68, 40, 130), (47, 108, 178), (31, 161, 135), (140, 205, 70), (253, 231, 37), (255, 130, 40)]
 )
-GIF_FRAME_TICKS = 4
+GIF_FRAME_TICKS = 3  # 50 ms: a GIF counts in hundredths of a second
 GIF_SECONDS_MOST = 20
 
 
@@ -388,6 +390,6 @@ def lap_replay(painter, positions, headings, speeds) -> bytes:
             palette = swatches.quantize(128)
         frames.append(frame.quantize(palette=palette, dither=Image.Dither.NONE))
     out = io.BytesIO()
-    duration_ms = round(1000 * every / TICKS_PER_SECOND / 10) * 10  # GIF counts in hundredths of a second
+    duration_ms = round(1000 * every / TICKS_PER_SECOND / 10) * 10
     frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=duration_ms, loop=0)
     return out.getvalue()

@@ -31,9 +31,12 @@ import json  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
 import platform  # noqa: E402
+import shlex  # noqa: E402
+import shutil  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
+import warnings  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import gymnasium  # noqa: E402
@@ -43,10 +46,12 @@ import tyro  # noqa: E402
 from torch import nn  # noqa: E402
 
 from callbacks_lite import TICKS_PER_SECOND, MetricsLogger, RaceStats, lap_replay, racing_line  # noqa: E402
-from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
+from racer_env import ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
 
 ALGORITHM = "ppo"
 CHECKPOINT_FORMAT = 1
+CHECKPOINT_KEYS = ("args", "agent", "optimizer", "scaler", "stats", "envs", "config", "generator", "counters", "best")
+NOT_SETTINGS = ("resume", "evaluate", "episodes", "json")  # flags that say what to do, not how to train
 # Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
 OBS_MEAN = (*[0.25] * 9, 0.6, 0.0, 0.0, 0.5, 0.2)
 OBS_STD = (*[0.2] * 9, 0.25, 0.3, 0.5, 0.3, 0.15)
@@ -67,8 +72,8 @@ class Args:
     """environment steps of the whole run, all cars together (default 2,000,000)"""
     seed: int = 1
     """seed of everything random: same seed, same command, same numbers"""
-    threads: int | None = None
-    """CPU threads for the network (default: the machine's cores, 2 at most; more gain nothing on a network this small)"""
+    threads: int = 1
+    """CPU threads for the network; more gain nothing on one this small, and the last bits depend on their number"""
     resume: Path | None = None
     """go on from this checkpoint or run folder; its own settings count, --total-timesteps may extend it"""
     evaluate: Path | None = None
@@ -79,8 +84,8 @@ class Args:
     """with --evaluate: also write the results to this file"""
 
     # -- env
-    track_id: tuple[str, ...] = ("track-01",)
-    """track, or several to train one driver on all: names or .json files"""
+    track_id: tuple[str, ...] | None = None
+    """track, or several to train one driver on all: names or .json files (default track-01; with --evaluate, those trained on)"""
     config_path: Path | None = None
     """reward weights and episode limits (default: ai-config.json)"""
     start: str = "grid"
@@ -131,45 +136,66 @@ class Args:
     """where run folders go"""
     run_name: str | None = None
     """name of the run folder (default: algorithm, track, seed and time)"""
-    eval_every: int = 400_000
-    """steps between evaluations: one episode per track from the grid, without noise"""
-    checkpoint_every: int = 400_000
-    """steps between checkpoints; there is always one at the end, on Ctrl+C, and when the bridge fails"""
+    eval_every: int | None = None
+    """steps between evaluations: an episode per track from the grid, without noise (default 400,000; 20,000 on a bridge)"""
+    checkpoint_every: int | None = None
+    """steps between checkpoints; there is one at the end, on Ctrl+C and when the bridge fails (default as --eval-every)"""
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
 
     def __post_init__(self):
+        # What was given, as against left at its default: --resume and --evaluate have to know. (main looks at the command.)
+        self.given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
         on_bridge = bool(self.bridge_url)
-        self.total_given = self.total_timesteps is not None  # matters to --resume
         for name, embedded, bridge in (
+            ("track_id", ("track-01",), ("track-01",)),
             ("total_timesteps", 2_000_000, 200_000),
             ("num_envs", 512, 8),
             ("rollout_steps", 32, 512),
             ("minibatch_size", 1_024, 512),
             ("update_epochs", 2, 8),
-            ("threads", min(os.cpu_count() or 1, 2), min(os.cpu_count() or 1, 2)),
+            ("eval_every", 400_000, 20_000),
+            ("checkpoint_every", 400_000, 20_000),
         ):
             if getattr(self, name) is None:
                 setattr(self, name, bridge if on_bridge else embedded)
-        for name, least, most in (
-            *((name, 1, math.inf) for name in ("total_timesteps", "threads", "episodes", "num_envs", "hidden")),
-            *((name, 1, math.inf) for name in ("rollout_steps", "minibatch_size", "update_epochs")),
-            *((name, 1, math.inf) for name in ("eval_every", "checkpoint_every")),
-            *((name, 0, math.inf) for name in ("seed", "norm_steps", "ent_coef", "vf_coef")),
-            *((name, 0, 1) for name in ("gamma", "gae_lambda")),
-            *((name, 1e-9, math.inf) for name in ("clip_coef", "learning_rate", "max_grad_norm", "init_std")),
-        ):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                limit = f"between {least:g} and {most:g}" if most < math.inf else f"{least:g} or more"
-                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be {limit}")
-        if self.target_kl is not None and not self.target_kl > 0:
+        self._check_ranges()
+        if self.target_kl is not None and not 0 < self.target_kl < math.inf:
             raise ValueError(f"--target-kl is {self.target_kl}; it must be more than 0, or left out")
+        if self.num_envs < len(self.track_id):
+            raise ValueError(
+                f"--num-envs is {self.num_envs}, but there are {len(self.track_id)} tracks; each needs a car at least"
+            )
         if self.minibatch_size > self.batch_size:
             raise ValueError(
                 f"--minibatch-size is {self.minibatch_size}, but a rollout has only {self.batch_size} samples "
                 f"(--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps}): make it smaller"
             )
+        if self.resume is not None and self.evaluate is not None:
+            raise ValueError("--resume goes on training and --evaluate does not train; give one of them")
+
+    def _check_ranges(self) -> None:
+        counts = (
+            "total_timesteps",
+            "episodes",
+            "num_envs",
+            "hidden",
+            "rollout_steps",
+            "minibatch_size",
+            "update_epochs",
+        )
+        for name, least, most in (
+            *((name, 1, 2**53) for name in (*counts, "eval_every", "checkpoint_every")),
+            *((name, 0, 1e9) for name in ("norm_steps", "ent_coef", "vf_coef")),
+            *((name, 0, 1) for name in ("gamma", "gae_lambda")),
+            *((name, 1e-9, 1e9) for name in ("clip_coef", "learning_rate", "max_grad_norm", "init_std")),
+            ("init_throttle", -100, 100),
+            ("seed", 0, 2**53),
+            ("threads", 1, 1024),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be between {least:g} and {most:g}")
 
     @property
     def batch_size(self) -> int:
@@ -370,7 +396,7 @@ def ppo_loss(logprobs, old_logprobs, advantages, clip_coef: float):
 
     -> loss, and the log of the ratios (B,)
     """
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
     unclipped = ratio * advantages
@@ -389,11 +415,14 @@ def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, 
     """Some epochs of minibatch steps on one rollout. batch: tensors (B, ...) -> metrics"""
     parameters = list(agent.parameters())
     kls, clipped, losses = [], [], []
+    samples = len(batch["obs"])
+    count = max(1, round(samples / args.minibatch_size))
+    bounds = [samples * i // count for i in range(count + 1)]  # minibatches of equal size, none a remainder of a few
     for _ in range(args.update_epochs):
-        order = torch.randperm(len(batch["obs"]), generator=generator)
+        order = torch.randperm(samples, generator=generator)
         shuffled = {name: values[order] for name, values in batch.items()}  # once, so that minibatches are slices
-        for begin in range(0, len(order), args.minibatch_size):
-            mb = {name: values[begin : begin + args.minibatch_size] for name, values in shuffled.items()}
+        for begin, end in zip(bounds, bounds[1:], strict=False):
+            mb = {name: values[begin:end] for name, values in shuffled.items()}
             noise = (mb["actions"] - agent.actor(mb["obs"])) * torch.exp(-agent.log_std)
             logprobs = gaussian_logprob(noise, agent.log_std)
             policy_loss, logratio = ppo_loss(logprobs, mb["logprobs"], mb["advantages"], args.clip_coef)
@@ -595,11 +624,12 @@ def save_checkpoint(path: Path, checkpoint: dict) -> bool:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         print(f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
               "Make room and training will try again.", file=sys.stderr, flush=True)  # fmt: skip
         return False
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return True
 
 
@@ -607,7 +637,11 @@ def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
     """A checkpoint of this trainer from a file or a run folder. No code in it is run. ValueError if it is not one."""
     path = Path(path)
     if path.is_dir():
-        path = path / prefer
+        names = [prefer, "checkpoint.pt", "best.pt"]
+        found = [path / name for name in names if (path / name).exists()]
+        if not found:
+            raise ValueError(f"the folder {path} holds no checkpoint (yet); give a run folder or a .pt file")
+        path = found[0]
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder, e.g. {Args.run_dir}/NAME")
     try:
@@ -626,10 +660,16 @@ def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
         raise ValueError(
             f"{path} is a checkpoint of {checkpoint['algorithm']}; load it with {checkpoint['algorithm']}_racer.py"
         )
-    if checkpoint["format"] > CHECKPOINT_FORMAT:
+    if not isinstance(checkpoint["format"], int) or checkpoint["format"] > CHECKPOINT_FORMAT:
         raise ValueError(
             f"{path} has format {checkpoint['format']}, this program knows up to {CHECKPOINT_FORMAT}: a newer one wrote it; update"
         )
+    lacking = [key for key in CHECKPOINT_KEYS if key not in checkpoint]
+    settings = {field.name for field in dataclasses.fields(Args)} - set(NOT_SETTINGS)
+    if not lacking and set(checkpoint["args"]) != settings:
+        lacking = sorted(set(checkpoint["args"]) ^ settings)
+    if lacking:
+        raise ValueError(f"{path} is no whole checkpoint of this version: {', '.join(lacking)} missing or unknown")
     return checkpoint
 
 
@@ -644,37 +684,37 @@ def restore_agent(checkpoint: dict, path: Path) -> Agent:
 
 
 def saved_args(args: Args) -> dict:
-    """Args as plain values, for a checkpoint or JSON."""
-    plain = lambda v: str(v) if isinstance(v, Path) else list(v) if isinstance(v, tuple) else v  # noqa: E731
-    not_settings = ("resume", "evaluate", "episodes", "json")
-    return {key: plain(value) for key, value in dataclasses.asdict(args).items() if key not in not_settings}
+    """Args as plain values, for a checkpoint or JSON; files by their full path, so that a run can go on from elsewhere."""
+
+    def plain(value):
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, Path) or (isinstance(value, str) and value.lower().endswith(".json")):
+            return str(Path(value).resolve())
+        return value
+
+    return {name: plain(value) for name, value in dataclasses.asdict(args).items() if name not in NOT_SETTINGS}
 
 
 def resumed_args(given: Args, saved: dict) -> Args:
     """The settings of the run that goes on. Only how long it runs and what it leaves behind may change."""
-    settings, fresh = dict(saved), Args()
+    settings = dict(saved)
     for name in ("track_id", "bridge_url"):
         settings[name] = tuple(settings[name])
     for name in ("config_path", "run_dir"):
         settings[name] = Path(settings[name]) if settings[name] is not None else None
-    may_change = ("eval_every", "checkpoint_every", "tensorboard", "threads", "bridge_url")
-    for name in set(saved) - {"run_name", "run_dir", "total_timesteps"}:
-        value = getattr(given, name)
-        if value in (getattr(fresh, name), settings[name]):
-            continue  # not given, or the same
-        if name in may_change:
-            settings[name] = value
-        elif not given.bridge_url:  # whose own defaults differ
+    may_change = {"total_timesteps", "eval_every", "checkpoint_every", "tensorboard"}
+    if settings["bridge_url"]:
+        may_change.add("bridge_url")  # the game may have moved
+    asked = saved_args(given)
+    for name in given.given - set(NOT_SETTINGS):
+        if asked[name] != saved[name] and name not in may_change:
             raise ValueError(
-                f"--{name.replace('_', '-')} is {value}, but the run to resume has {settings[name]}, and that cannot change "
+                f"--{name.replace('_', '-')} is {asked[name]}, but the run to resume has {saved[name]}, and that cannot change "
                 "in mid-run; leave it out, or start a new run"
             )
-    if given.total_given:
-        settings["total_timesteps"] = given.total_timesteps
-    try:
-        return Args(**settings, resume=given.resume)
-    except TypeError as error:
-        raise ValueError(f"the checkpoint's settings are not those of this program: {error}") from error
+        settings[name] = getattr(given, name)
+    return Args(**settings, resume=given.resume)
 
 
 # ======================================================================================================================
@@ -757,29 +797,53 @@ def provenance() -> dict:
     return {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "commit": commit, "versions": versions}
 
 
+class Nowhere(io.TextIOBase):
+    """Where print goes when nobody is listening."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print; and if nobody is listening any more (`| head`), be silent from then on rather than end the run."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        sys.stdout = Nowhere()
+
+
 class Progress:
     """A line that stays in place in a terminal; now and then a plain line where the output is a file or a pipe."""
+
+    REFRESH_S = 0.2
 
     def __init__(self, total: int, first_step: int):
         self.total, self.first_step, self.began = total, first_step, time.perf_counter()
         self.live = sys.stdout.isatty()
-        self._next_line = first_step
+        self._next_line, self._next_refresh = first_step, 0.0
 
     def show(self, steps: int, stats: RaceStats, metrics: dict) -> None:
-        rate = (steps - self.first_step) / max(time.perf_counter() - self.began, 1e-9)
-        left = max(self.total - steps, 0) / max(rate, 1e-9)
+        now = time.perf_counter()
+        if now < self._next_refresh if self.live else steps < self._next_line:
+            return
+        self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
+        rate = (steps - self.first_step) / max(now - self.began, 1e-9)
+        left = round(max(self.total - steps, 0) / max(rate, 1e-9))
         lap = "no lap yet" if math.isinf(stats.best_lap_sec) else f"best lap {stats.best_lap_sec:.2f} s"
         share = metrics.get("racer/completion_rate")
-        completion = "" if share is None else f"  {share:4.0%} of episodes lapped"
-        text = f"{steps:>11,} / {self.total:,} steps  {rate:>9,.0f} steps/s  {left:>5.0f} s left  {lap}{completion}"
+        completion = "" if share is None else f"  {share:4.0%} lapped"
+        text = f"{steps:>11,} steps {steps / self.total:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left  {lap}{completion}"
         if self.live:
-            print(f"\r{text:<100}", end="", flush=True)
-        elif steps >= self._next_line:
-            print(text, flush=True)
-            self._next_line = steps + self.total // 10
+            width = shutil.get_terminal_size().columns - 1
+            say(f"\r{text[:width]:<{width}}", end="")
+        else:
+            say(text)
 
     def say(self, text: str) -> None:
-        print(f"\r{text:<100}" if self.live else text, flush=True)
+        """A line that stays."""
+        if self.live:
+            text = f"\r{text:<{shutil.get_terminal_size().columns - 1}}"
+        say(text)
 
 
 # ======================================================================================================================
@@ -823,6 +887,9 @@ class Run:
     def open_folder(self, folder: Path, resumed: bool) -> None:
         args = self.args
         self.folder = folder
+        for leftover in folder.glob("*.tmp"):  # of a run that was killed while it wrote
+            with contextlib.suppress(OSError):
+                leftover.unlink()
         self.logger = MetricsLogger(folder, self.steps if resumed else None, tensorboard=args.tensorboard)
         rows = [f"| {name} | {value} |" for name, value in saved_args(args).items()]
         self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
@@ -852,9 +919,9 @@ class Run:
         for name, value in metrics.items():
             self.logger.record(name, value)
 
-    def save(self) -> None:
+    def save(self) -> bool:
         with self.clock("checkpoints"):
-            save_checkpoint(self.folder / "checkpoint.pt", self.get_state())
+            return save_checkpoint(self.folder / "checkpoint.pt", self.get_state())
 
     def get_state(self) -> dict:
         embedded = not self.args.bridge_url
@@ -867,6 +934,7 @@ class Run:
             "scaler": pack(self.scaler.get_state()),
             "stats": pack(self.stats.get_state()),
             "envs": pack(self.envs.get_state()) if embedded else None,
+            "config": self.envs.config,
             "generator": self.generator.get_state(),
             "counters": {"iteration": self.iteration, "steps": self.steps, "seconds": self.seconds},
             "best": self.best,
@@ -874,6 +942,11 @@ class Run:
         }
 
     def set_state(self, checkpoint: dict) -> None:
+        if checkpoint["config"] != self.envs.config:
+            raise ValueError(
+                f"the rewards or limits in {self.args.config_path or DEFAULT_CONFIG_PATH} are not those the run to resume "
+                f"was begun with ({json.dumps(checkpoint['config'])}); put them back, or start a new run"
+            )
         try:
             self.agent.load_state_dict(checkpoint["agent"])
             self.optimizer.load_state_dict(checkpoint["optimizer"])
@@ -886,11 +959,12 @@ class Run:
                 counters["seconds"],
             )
             self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
-            if checkpoint["envs"] is None or self.args.bridge_url:  # the real game begins new episodes
+            self.stats.set_state(unpack(checkpoint["stats"]))
+            if checkpoint["envs"] is None:  # the real game begins new episodes
+                self.stats.forget_episodes()
                 self.begin()
             else:
                 self.storage.obs[-1] = torch.from_numpy(self.envs.set_state(unpack(checkpoint["envs"])))
-                self.stats.set_state(unpack(checkpoint["stats"]))
         except (KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"this checkpoint does not fit this program or its settings: {error!r}") from error
 
@@ -925,10 +999,10 @@ def start_run(args: Args) -> Run:
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
     run = start_run(args)
-    args = run.args
+    args, stopped = run.args, None
     try:
         with Stop() as stop:
-            while not run.finished and stop.signal is None:
+            while not run.finished and stopped is None:
                 metrics = learn_once(run)
                 with run.clock("logging"):
                     run.log(metrics)
@@ -937,15 +1011,12 @@ def train(args: Args) -> dict:
                         evaluate_run(run)
                 with run.clock("logging"):
                     run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
-                if run.due(args.checkpoint_every) or stop.signal is not None:
+                stopped = stop.signal
+                if run.due(args.checkpoint_every) or stopped is not None:
                     run.save()
-        return report(run, stop.signal)
+        return report(run, stopped)
     except BridgeError as error:
-        run.save()  # as it stood after the last update; what was driven since is lost
-        error.folder = run.folder
-        raise
-    except FloatingPointError as error:
-        error.folder = run.folder
+        error.saved_in = run.folder if run.save() else None  # as after the last update; what was driven since is lost
         raise
     finally:
         run.close()
@@ -997,58 +1068,75 @@ def evaluate_run(run: Run) -> None:
         run.best = {"score": score(episodes), "step": run.steps, "episodes": results}
         run.best_laps = episodes, actions
         save_checkpoint(folder / "best.pt", run.get_state())
-        picture, _ = draw_best_lap(episodes, actions, run.envs.config, with_replay=False)
-        if picture is not None:
-            logger.picture("eval/racing_line", picture, run.steps)
-            save_picture(folder / "racing_line.png", picture)
+        show_lap(run, with_replay=False)
     if run.finished:
         if run.best_laps is None and (folder / "best.pt").exists():  # the best driver is of an earlier session
             best = restore_agent(load_checkpoint(folder / "best.pt"), folder)
             run.best_laps = evaluate(best, run.eval_envs, args.track_id)
-        _, gif = draw_best_lap(*(run.best_laps or (episodes, actions)), run.envs.config, with_replay=True)
-        if gif is not None:
-            logger.animation("eval/replay", gif, run.steps)
-            with contextlib.suppress(OSError):
-                (folder / "replay.gif").write_bytes(gif)
+        show_lap(run, with_replay=True)
+
+
+def show_lap(run: Run, with_replay: bool) -> None:
+    """The best driver's best lap as a racing line, or as a replay, to TensorBoard and the run folder. Never a reason to stop."""
+    if run.best_laps is None:
+        return
+    try:
+        picture, gif = draw_best_lap(*run.best_laps, run.envs.config, with_replay)
+        if with_replay and gif is not None:
+            run.logger.animation("eval/replay", gif, run.steps)
+            (run.folder / "replay.gif").write_bytes(gif)
+        elif picture is not None:
+            run.logger.picture("eval/racing_line", picture, run.steps)
+            save_picture(run.folder / "racing_line.png", picture)
+    except Exception as error:  # no Pillow, no room: it is only a picture
+        warnings.warn(f"no picture of the best lap ({error!r}); training goes on", stacklevel=2)
 
 
 def save_picture(path: Path, picture: np.ndarray) -> None:
     from PIL import Image
 
-    with contextlib.suppress(OSError):
-        Image.fromarray(picture).save(path)
+    Image.fromarray(picture).save(path)
 
 
 def report(run: Run, stopped: int | None) -> dict:
     """The summary at the end: what was reached, where it is, what to type next."""
     args, folder, clock, finished, seconds = run.args, run.folder, run.clock, run.finished, run.seconds
-    waited = time.perf_counter() - PROCESS_START_S
     total = sum(clock.seconds.values())
     in_loop = total - clock.seconds.get("evaluation", 0.0)
-    print(f"\n\n{'done' if finished else 'stopped'}: {run.steps:,} steps in {seconds:.1f} s ({waited:.1f} s since the start "
-          f"of the process)")  # fmt: skip
+    driven = run.steps - run.progress.first_step
+    rate = driven / max(in_loop, 1e-9)
+    if not driven:
+        say(
+            f"\nnothing to do: the run is at {run.steps:,} of {args.total_timesteps:,} steps; a larger --total-timesteps extends it"
+        )
+    waited = time.perf_counter() - PROCESS_START_S
+    say(f"\n\n{'done' if finished else 'stopped'}: {run.steps:,} steps in {seconds:.1f} s ({waited:.1f} s since the start of "
+        f"the process), {rate:,.0f} steps/s without evaluation")  # fmt: skip
     shares = sorted(clock.seconds.items(), key=lambda item: -item[1])
-    print("time      " + ", ".join(f"{name} {s:.1f} s ({s / max(total, 1e-9):.0%})" for name, s in shares))
+    say("time      " + ", ".join(f"{name} {s:.1f} s ({s / max(total, 1e-9):.0%})" for name, s in shares))
     if run.best["episodes"]:
-        print(f"best      at step {run.best['step']:,}")
+        say(f"best      at step {run.best['step']:,}")
         for result in run.best["episodes"]:
-            print(f"          {describe(result)}")
+            say(f"          {describe(result)}")
     if run.published_beaten:
         beaten = run.published_beaten
         mark, lap = (ticks / TICKS_PER_SECOND for ticks in (PUBLISHED_LAP_TICKS[beaten["track"]], beaten["ticks"]))
-        print(f"          first lap under the published driver's {mark:.3f} s: {lap:.3f} s, seen "
-              f"{beaten['seconds']:.1f} s after the start of the process, at {beaten['steps']:,} steps")  # fmt: skip
-    program = Path(sys.argv[0]).name or f"{ALGORITHM}_racer.py"
-    print(f"files     {folder}: best.pt, checkpoint.pt, metrics.csv, racing_line.png, replay.gif")
+        say(f"          first lap under the published driver's {mark:.3f} s: {lap:.3f} s, seen {beaten['seconds']:.1f} s after "
+            f"the start of the process, at {beaten['steps']:,} steps")  # fmt: skip
+    command = f"python {shlex.quote(os.path.relpath(__file__))}"
+    files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line.png", "replay.gif")
+    there = [name for name in files if (folder / name).exists()]
+    say(f"files     {folder}: {', '.join(there)}")
     if not finished:
-        print(f"go on     python {program} --resume {folder}")
-    print(f"evaluate  python {program} --evaluate {folder / 'best.pt'}")
-    print(f"look      tensorboard --logdir {args.run_dir}")
+        say(f"go on     {command} --resume {shlex.quote(str(folder))}")
+    if "best.pt" in there:
+        say(f"evaluate  {command} --evaluate {shlex.quote(str(folder / 'best.pt'))}")
+    say(f"look      tensorboard --logdir {shlex.quote(str(folder.parent))}")
     return {
         "run_folder": str(folder),
         "steps": run.steps,
         "seconds": seconds,
-        "steps_per_sec": args.batch_size * run.iteration / max(in_loop, 1e-9) if run.seconds_before == 0 else None,
+        "steps_per_sec": rate,
         "clock": dict(clock.seconds),
         "best": run.best,
         "published_beaten": run.published_beaten,
@@ -1064,9 +1152,11 @@ def report(run: Run, stopped: int | None) -> dict:
 
 def evaluate_checkpoint(args: Args) -> list[dict]:
     """`--evaluate`: lap times of a trained driver, on the tracks of its training unless others are given."""
+    if args.json and not args.json.resolve().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no such folder; make it first")
     checkpoint = load_checkpoint(args.evaluate, prefer="best.pt")
     agent = restore_agent(checkpoint, args.evaluate)
-    tracks = args.track_id if args.track_id != Args.track_id else tuple(checkpoint["args"]["track_id"])
+    tracks = args.track_id if "track_id" in args.given else tuple(checkpoint["args"]["track_id"])
     config_path = args.config_path or checkpoint["args"]["config_path"]
     print(
         f"{args.evaluate}: trained for {checkpoint['counters']['steps']:,} steps on {', '.join(checkpoint['args']['track_id'])}"
@@ -1089,33 +1179,36 @@ def evaluate_checkpoint(args: Args) -> list[dict]:
         print(f"  best lap        {show(result['best_lap_sec'])}")
         print(f"  reward          {result['mean_reward']:.3f} over {result['mean_length']:,.0f} ticks")
     if args.json:
-        args.json.write_text(json.dumps(results, indent=2))
+        args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
     return results
 
 
 def main() -> int:
     args = tyro.cli(Args, description=__doc__)
+    words = {word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in sys.argv[1:]}
+    args.given = {field.name for field in dataclasses.fields(Args)} & words
+    program = Path(__file__).name
     try:
+        if "bridge_url" in args.given and not args.bridge_url:
+            raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
         if args.evaluate is not None:
             evaluate_checkpoint(args)
             return 0
         result = train(args)
     except BridgeError as error:
-        print(f"\n{ALGORITHM}_racer: {error}", file=sys.stderr)
-        if hasattr(error, "folder"):
-            print(f"Saved; go on with: python {ALGORITHM}_racer.py --resume {error.folder}", file=sys.stderr)
+        print(f"\n{program}: {error}", file=sys.stderr)
+        if getattr(error, "saved_in", None):
+            print(f"Saved; go on with: python {program} --resume {shlex.quote(str(error.saved_in))}", file=sys.stderr)
         return EXIT_BRIDGE
     except FloatingPointError as error:
-        print(
-            f"\n{ALGORITHM}_racer: {error}. Learning has blown up; nothing of it was saved. The last good state is in "
-            f"{error.folder}; start again with a smaller --learning-rate, or --max-grad-norm",
-            file=sys.stderr,
-        )
+        print(f"\n{program}: {error}. Learning has blown up, and nothing of that was saved: the last checkpoint is from before. "
+              "Start again with a smaller --learning-rate or --max-grad-norm", file=sys.stderr)  # fmt: skip
         return 1
-    except ValueError as error:
-        print(f"\n{ALGORITHM}_racer: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"\n{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print(f"\n{program}: stopped at once; the last checkpoint is the one to --resume", file=sys.stderr)
         return EXIT_INTERRUPTED
     if result["finished"] or result["signal"] is None:
         return 0

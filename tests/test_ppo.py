@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from pathlib import Path
 
@@ -274,14 +275,13 @@ def test_metrics_show_raw_rewards(tmp_path):
 
 
 def test_clipped_objective_by_hand():
-    # ratios 1.5 and 0.5, normalised advantages +-1/sqrt(2): gains are min(1.5, 1.2) a and min(-0.5 a, -0.8 a)
+    # ratios 1.5 and 0.5, normalised advantages +-1: gains are min(1.5, 1.2) and min(-0.5, -0.8)
     old = torch.zeros(2)
     new = torch.tensor([math.log(1.5), math.log(0.5)])
     loss, logratio = ppo_loss(new, old, torch.tensor([2.0, -2.0]), 0.2)
-    a = 1 / math.sqrt(2)
-    assert loss.item() == pytest.approx(-(1.2 * a - 0.8 * a) / 2, abs=1e-6)
+    assert loss.item() == pytest.approx(-(1.2 - 0.8) / 2, abs=1e-6)
     torch.testing.assert_close(logratio, new)
-    unclipped = -(1.5 * a - 0.5 * a) / 2
+    unclipped = -(1.5 - 0.5) / 2
     assert loss.item() != pytest.approx(unclipped, abs=0.01)
 
 
@@ -386,6 +386,130 @@ def test_explained_variance():
     assert math.isnan(explained_variance(np.zeros(5), np.ones(5)))
 
 
+def test_minibatches_are_of_equal_size_even_where_a_rollout_does_not_divide(tmp_path, monkeypatch):
+    sizes = []
+    real = ppo_racer.ppo_loss
+    monkeypatch.setattr(ppo_racer, "ppo_loss", lambda *a: (sizes.append(len(a[2])), real(*a))[1])
+    result = train(small(tmp_path, num_envs=43, rollout_steps=3, minibatch_size=64, total_timesteps=500))
+    assert result["finished"] and set(sizes) == {64, 65}, "129 samples: not 64, 64 and 1"
+
+
+def test_a_run_gives_gae_scaled_rewards_and_each_kind_of_end_in_its_place(tmp_path, monkeypatch):
+    """The wiring: what compute_gae is given in a real run with terminated and truncated episodes."""
+    config = tmp_path / "short.json"
+    text = (Path(__file__).parent.parent / "ai-config.json").read_text()
+    config.write_text(text.replace("3000", "40").replace("180", "25").replace('Threshold": 2.0', 'Threshold": 18.0'))
+    seen, scaled = [], []
+    real_gae, real_scaler = ppo_racer.compute_gae, RewardScaler.__call__
+
+    def scaler(self, rewards, done):
+        scaled.append((rewards.copy(), done.copy(), self.returns.copy(), real_scaler(self, rewards, done)))
+        return scaled[-1][-1]
+
+    monkeypatch.setattr(ppo_racer, "compute_gae", lambda *a: (seen.append(copy.deepcopy(a)), real_gae(*a))[1])
+    monkeypatch.setattr(RewardScaler, "__call__", scaler)
+    stored = []
+    real_rollout = ppo_racer.rollout
+
+    def rollout_(agent, envs, storage, *rest):
+        real_rollout(agent, envs, storage, *rest)
+        stored.append((storage.rewards.copy(), storage.terminated.copy(), storage.truncated.copy()))
+
+    monkeypatch.setattr(ppo_racer, "rollout", rollout_)
+    train(small(tmp_path, config_path=config, gamma=0.9, gae_lambda=0.8, num_envs=24))
+    assert sum(s[1].sum() for s in stored) > 3 and sum(s[2].sum() for s in stored) > 3
+    for (rewards, values, next_values, terminated, truncated, gamma, lam), (raw, done, _, out), (r, te, tr) in zip(
+        seen, scaled, stored, strict=True
+    ):
+        np.testing.assert_array_equal(rewards, out)
+        np.testing.assert_array_equal(raw, r)
+        np.testing.assert_array_equal(done, te | tr)
+        np.testing.assert_array_equal(terminated, te)
+        np.testing.assert_array_equal(truncated, tr)
+        assert values.shape == next_values.shape == r.shape and (gamma, lam) == (0.9, 0.8)
+    for (_, done, _, _), (_, _, carried, _) in zip(scaled, scaled[1:], strict=False):
+        assert (carried[done[-1]] == 0).all() and (carried[~done[-1]] != 0).any(), "reset at either end, kept otherwise"
+
+
+def test_best_keeps_the_better_driver(tmp_path, monkeypatch):
+    def fake(agent, envs, tracks, seed=None):
+        return [ppo_racer.Episode("track-01", length=1)], np.zeros((1, 1, 3))
+
+    monkeypatch.setattr(ppo_racer, "evaluate", fake)
+    monkeypatch.setattr(ppo_racer, "eval_metrics", lambda episodes: {})
+    monkeypatch.setattr(ppo_racer, "summarize", lambda episodes: {"track": "x", "laps": 0, "mean_reward": 0.0})
+    values = []
+    monkeypatch.setattr(ppo_racer, "score", lambda episodes: values[-1])
+    scores = iter([1.0, 5.0, 3.0, 4.0])
+    real = ppo_racer.evaluate_run
+
+    def evaluate_run(run):
+        values.append(next(scores))
+        real(run)
+
+    monkeypatch.setattr(ppo_racer, "evaluate_run", evaluate_run)
+    result = train(small(tmp_path, eval_every=1024))
+    best = ppo_racer.load_checkpoint(Path(result["run_folder"]) / "best.pt")
+    assert values == [1.0, 5.0, 3.0, 4.0] and result["best"]["score"] == 5.0
+    assert best["counters"]["steps"] == 2048 and result["best"]["step"] == 2048
+
+
+TAGS = {
+    *(f"reward/{part}" for part in ("progress", "speed", "wall", "offTrack", "backward", "stillness")),
+    *(
+        f"racer/{name}"
+        for name in ("mean_lap_time_sec", "best_lap_time_sec", "completion_rate", "episodes_this_rollout")
+    ),
+    *("rollout/ep_rew_mean", "rollout/ep_len_mean", "time/fps"),
+    *("train/learning_rate", "train/entropy_loss", "train/policy_gradient_loss", "train/value_loss", "train/approx_kl"),
+    *("train/clip_fraction", "train/loss", "train/explained_variance", "train/std", "train/clip_range"),
+    *(
+        "eval/mean_reward",
+        "eval/mean_ep_length",
+        "eval/completion_rate",
+        "eval/mean_lap_time_sec",
+        "eval/best_lap_time_sec",
+    ),
+}
+
+
+def test_the_tags_of_a_real_run_are_the_promised_ones_and_show_early(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args = Args(total_timesteps=250_000, num_envs=128, run_dir=tmp_path, eval_every=10**9)
+    result = train(args)
+    events = EventAccumulator(result["run_folder"]).Reload()
+    scalars = set(events.Tags()["scalars"])
+    assert scalars >= TAGS
+    assert all(tag.startswith("time/") for tag in scalars - TAGS)
+    assert events.Tags()["images"] == ["eval/racing_line", "eval/replay"]
+    first = {tag: events.Scalars(tag)[0].step for tag in TAGS}
+    assert first["rollout/ep_rew_mean"] <= 16_384, "from the first rollout"
+    assert first["racer/mean_lap_time_sec"] < 200_000
+    assert max(e.step for e in events.Scalars("time/fps")) == result["steps"]
+
+
+def test_a_broken_pipe_does_not_end_the_run(tmp_path, monkeypatch):
+    class Gone:
+        def write(self, _):
+            raise BrokenPipeError
+
+        def flush(self):
+            raise BrokenPipeError
+
+        def isatty(self):
+            return False
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    assert train(small(tmp_path))["finished"]
+
+
+def test_a_picture_that_cannot_be_drawn_costs_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_racer, "draw_best_lap", lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="no picture of the best lap"):
+        assert train(small(tmp_path))["finished"]
+
+
 def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, monkeypatch):
     args = small(tmp_path, checkpoint_every=512, run_name="nan")
     real, calls = ppo_racer.compute_gae, []
@@ -458,6 +582,10 @@ def test_evaluation_times_laps_as_the_engine_does():
     [
         ("num_envs", 0, "--num-envs is 0"),
         ("gamma", 1.5, "--gamma is 1.5; it must be between 0 and 1"),
+        ("learning_rate", math.inf, "--learning-rate is inf"),
+        ("init_throttle", math.nan, "--init-throttle is nan"),
+        ("seed", 10**23, "--seed is 100000000000000000000000"),
+        ("threads", 100_000, "--threads is 100000"),
         ("learning_rate", -1.0, "--learning-rate is -1.0"),
         ("target_kl", 0.0, "--target-kl is 0.0"),
         ("total_timesteps", 0, "--total-timesteps is 0"),
@@ -468,6 +596,13 @@ def test_evaluation_times_laps_as_the_engine_does():
 def test_bad_settings_are_named(name, value, message):
     with pytest.raises(ValueError, match=message):
         Args(**{name: value})
+
+
+def test_contradictory_settings_are_refused():
+    with pytest.raises(ValueError, match="there are 3 tracks; each needs a car"):
+        Args(num_envs=2, minibatch_size=8, track_id=("track-01", "track-02", "track-03"))
+    with pytest.raises(ValueError, match="give one of them"):
+        Args(resume=Path("a"), evaluate=Path("b"))
 
 
 def test_defaults_fit_the_backend():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
@@ -21,6 +22,7 @@ from conftest import Server
 import ppo_racer
 from callbacks_lite import read_csv
 from ppo_racer import Args, load_checkpoint, train
+from racer_sim import TRACKS
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = {"total_timesteps": 8192, "num_envs": 16, "rollout_steps": 32, "minibatch_size": 128, "threads": 1}
@@ -128,6 +130,67 @@ def test_resume_refuses_to_change_what_cannot_change(tmp_path, straight):
             train(Args(resume=tmp_path / "run", **change))
 
 
+def test_a_flag_given_on_the_command_line_counts_even_at_its_default_value(tmp_path):
+    train(settings(tmp_path, run_name="run", gamma=0.9, checkpoint_every=2048))
+    process = start(tmp_path, "--resume", str(tmp_path / "run"), "--gamma", "0.98")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "--gamma is 0.98, but the run to resume has 0.9" in out
+    process = start(
+        tmp_path, "--resume", str(tmp_path / "run"), "--checkpoint-every", "400000", "--total-timesteps", "9216"
+    )
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert load_checkpoint(tmp_path / "run")["args"]["checkpoint_every"] == 400_000
+
+
+def test_a_finished_run_says_that_there_is_nothing_to_do(tmp_path, straight, capsys):
+    shutil.copytree(straight, tmp_path / "run")
+    train(Args(resume=tmp_path / "run"))
+    assert "nothing to do: the run is at 8,192 of 8,192 steps" in capsys.readouterr().out
+
+
+def test_a_moved_run_with_files_of_its_own_goes_on_and_changed_rewards_are_noticed(tmp_path, monkeypatch):
+    config, track = tmp_path / "cfg.json", tmp_path / "mine.json"
+    config.write_text((ROOT / "ai-config.json").read_text())
+    track.write_text(json.dumps({"name": "mine", "control_points": TRACKS["track-01"]}))
+    monkeypatch.chdir(tmp_path)
+    train(settings(Path("runs"), run_name="run", config_path=Path("cfg.json"), track_id=("mine.json",)))
+    elsewhere = tmp_path / "elsewhere"
+    shutil.move(tmp_path / "runs" / "run", elsewhere)
+    monkeypatch.chdir(ROOT)
+    assert train(Args(resume=elsewhere, total_timesteps=9216))["steps"] == 9216
+    assert ppo_racer.evaluate_checkpoint(Args(evaluate=elsewhere, episodes=1))[0]["track"].endswith("mine.json")
+    config.write_text(config.read_text().replace("3000", "500"))
+    with pytest.raises(ValueError, match="are not those the run to resume was begun with"):
+        train(Args(resume=elsewhere, total_timesteps=10_240))
+
+
+def test_evaluate_takes_the_track_that_is_given(tmp_path, capsys):
+    train(settings(tmp_path, run_name="run", track_id=("track-02",)))
+    for flag, track in (((), "track-02"), (("track-01",), "track-01")):
+        results = ppo_racer.evaluate_checkpoint(Args(evaluate=tmp_path / "run", episodes=1, track_id=flag or None))
+        assert results[0]["track"] == track
+    with pytest.raises(ValueError, match="there is no such folder"):
+        ppo_racer.evaluate_checkpoint(Args(evaluate=tmp_path / "run", json=tmp_path / "no" / "out.json"))
+    (tmp_path / "run" / "best.pt").unlink()
+    assert ppo_racer.evaluate_checkpoint(Args(evaluate=tmp_path / "run", episodes=1))[0]["track"] == "track-02"
+
+
+def test_a_signal_after_the_last_check_still_saves(tmp_path, monkeypatch):
+    """Whenever it comes, the run stops with a checkpoint of where it stopped."""
+    show = ppo_racer.Progress.show
+
+    def late(self, steps, *rest):
+        show(self, steps, *rest)
+        if steps == 512 * 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ppo_racer.Progress, "show", late)
+    result = train(settings(tmp_path, run_name="run", checkpoint_every=10**9))
+    assert result["signal"] == signal.SIGTERM
+    assert load_checkpoint(tmp_path / "run")["counters"]["steps"] == result["steps"]
+
+
 def test_a_run_name_in_use_is_not_overwritten(tmp_path, straight):
     with pytest.raises(ValueError, match="already holds a run; go on with it"):
         train(settings(straight.parent, run_name="run"))
@@ -163,7 +226,7 @@ def kill_and_resume(folder: Path, straight: Path, kills: int, seed: int) -> None
     assert process.wait(100) == 0, process.communicate()[0]
     process.stdout.close()
     assert_same_run(straight, folder / "run")
-    assert not [p for p in (folder / "run").iterdir() if p.suffix == ".tmp"] or kills > 0
+    assert not list((folder / "run").glob("*.tmp")), "what a killed write left behind is tidied up"
 
 
 def test_kill_minus_9_and_resume_is_the_run_never_stopped(tmp_path, straight):
@@ -217,8 +280,6 @@ def test_a_run_folder_that_cannot_be_made_is_an_error_at_once(tmp_path):
 
 
 def test_the_run_folder_says_where_it_came_from(straight):
-    import json
-
     facts = json.loads((straight / "args.json").read_text())
     assert facts["args"]["num_envs"] == 16 and facts["versions"]["torch"] == torch.__version__
     assert set(facts) == {"args", "command", "commit", "versions"}
@@ -237,9 +298,11 @@ def test_a_checkpoint_loads_without_running_code(straight):
         assert torch.load(straight / name, weights_only=True)["algorithm"] == "ppo"
 
 
-@pytest.mark.parametrize(
-    "make", ["missing", "truncated", "text", "empty", "pickle", "foreign", "other", "newer", "sizes", "lacking"]
-)
+BAD = ["missing", "truncated", "text", "empty", "pickle", "foreign", "other", "newer", "sizes", "lacking"]
+BAD += ["bare", "odd format", "unknown flag", "no counters"]
+
+
+@pytest.mark.parametrize("make", BAD)
 @pytest.mark.parametrize("use", ["resume", "evaluate"])
 def test_a_bad_checkpoint_is_refused_and_says_why(tmp_path, straight, make, use, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -268,6 +331,16 @@ def test_a_bad_checkpoint_is_refused_and_says_why(tmp_path, straight, make, use,
         torch.save({**good, "args": {**good["args"], "hidden": 32}}, path)
     elif make == "lacking":
         torch.save({**good, "agent": {}}, path)
+    elif make == "bare":
+        torch.save({"algorithm": "ppo", "format": 1}, path)
+    elif make == "odd format":
+        torch.save({**good, "format": "1"}, path)
+    elif make == "unknown flag":
+        torch.save({**good, "args": {**good["args"], "warp_drive": True}}, path)
+    elif make == "no counters":
+        torch.save({k: v for k, v in good.items() if k != "counters"}, path)
+    messages |= dict.fromkeys(("bare", "unknown flag", "no counters"), "no whole checkpoint of this version")
+    messages["odd format"] = "has format 1, this program knows up to"
     with pytest.raises(ValueError, match=messages.get(make, "is no checkpoint, or a damaged one")):
         if use == "resume":
             train(Args(resume=path))
