@@ -494,7 +494,7 @@ class Episode:
 def evaluate(agent: Agent, envs: RacerVectorEnv, tracks, seed: int | None = None) -> tuple[list[Episode], np.ndarray]:
     """One episode of every car, without noise. -> episodes, and the actions given (ticks, N, 3)"""
     obs, infos = envs.reset(seed=seed)
-    on_line = getattr(envs, "starts_on_line", True)
+    on_line = envs.starts_on_line
     episodes = [Episode(tracks[i % len(tracks)], from_line=on_line) for i in range(envs.num_envs)]
     running, began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
     lap, checkpoint, actions, drive = infos["lap"], infos["checkpoint"], [], agent.driver()
@@ -555,14 +555,17 @@ def summarize(episodes: list[Episode]) -> dict:
     }
 
 
+def lap_time(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{seconds:.3f} s"
+
+
 def describe(result: dict) -> str:
     """A summary as a line of text."""
     if not result["laps"]:
         return f"{result['track']}: no lap, reward {result['mean_reward']:.3f}"
-    lap = lambda seconds: "none" if seconds is None else f"{seconds:.3f} s"  # noqa: E731
     return (
-        f"{result['track']}: flying lap {lap(result['flying_lap_sec'])} (best {lap(result['best_lap_sec'])}), "
-        f"first lap {lap(result['first_lap_sec'])}, {result['laps'] / result['episodes']:g} laps an episode, "
+        f"{result['track']}: flying lap {lap_time(result['flying_lap_sec'])} (best {lap_time(result['best_lap_sec'])}), "
+        f"first lap {lap_time(result['first_lap_sec'])}, {result['laps'] / result['episodes']:g} laps an episode, "
         f"reward {result['mean_reward']:.3f}"
     )
 
@@ -646,9 +649,7 @@ def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
         raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder, e.g. {Args.run_dir}/NAME")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # truncated, not a checkpoint at all, or a pickle with code in it: torch raises many kinds
+    except Exception as error:  # torch raises many kinds: truncated, no checkpoint at all, a pickle with code in it
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise ValueError(
             f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. "
@@ -1171,12 +1172,13 @@ def evaluate_checkpoint(args: Args) -> list[dict]:
         results.append(summarize(episodes))
         result = results[-1]
         print(f"\n{track}: {args.episodes} episodes from {'the grid' if args.start == 'grid' else 'anywhere'}")
-        show = lambda value: "none" if value is None else f"{value:.3f} s"  # noqa: E731
         print(f"  laps            {result['laps']} ({result['completion_rate']:.0%} of episodes with one, "
               f"{result['to_the_end']:.0%} driven to the end)")  # fmt: skip
-        print(f"  first lap       {show(result['first_lap_sec'])} from standing")
-        print(f"  flying lap      {show(result['flying_lap_sec'])} median, spread {show(result['flying_spread_sec'])}")
-        print(f"  best lap        {show(result['best_lap_sec'])}")
+        print(f"  first lap       {lap_time(result['first_lap_sec'])} from standing")
+        print(
+            f"  flying lap      {lap_time(result['flying_lap_sec'])} median, spread {lap_time(result['flying_spread_sec'])}"
+        )
+        print(f"  best lap        {lap_time(result['best_lap_sec'])}")
         print(f"  reward          {result['mean_reward']:.3f} over {result['mean_length']:,.0f} ticks")
     if args.json:
         args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")

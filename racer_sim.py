@@ -52,10 +52,8 @@ MAX_STEER_ANGLE = 0.37
 STEER_FADE = 0.025  # the steer angle shrinks by 1 / (1 + STEER_FADE * speed)
 INPUT_RATES = (24.0, 6.0, 10.0)  # steer, throttle, brake: share of the way to the target per second
 STEER_SHARE, THROTTLE_SHARE, BRAKE_SHARE = (1.0 - math.exp(-rate * DT_S) for rate in INPUT_RATES)
-SLIDE_GRIP, SLIDE_GRIP_LOSS = (
-    0.85,
-    0.30,
-)  # share of the sideways speed killed per tick, and how much of it speed takes away
+SLIDE_GRIP = 0.85  # share of the sideways speed killed per tick,
+SLIDE_GRIP_LOSS = 0.30  # and how much of it speed takes away
 DRIVING_SPEED = 1.0  # above: bicycle steering and full resistance
 RESTING_SPEED = 0.01  # at or below: no resistance
 
