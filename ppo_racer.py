@@ -37,7 +37,9 @@ import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import warnings  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Annotated  # noqa: E402
 
 import gymnasium  # noqa: E402
 import numpy as np  # noqa: E402
@@ -50,13 +52,19 @@ from racer_env import ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, Br
 
 ALGORITHM = "ppo"
 CHECKPOINT_FORMAT = 1
-CHECKPOINT_KEYS = ("args", "agent", "optimizer", "scaler", "stats", "envs", "config", "generator", "counters", "best")
+CHECKPOINT_KEYS = ("args", "agent", "optimizers", "scaler", "stats", "envs", "config", "generator", "counters", "best")
 NOT_SETTINGS = ("resume", "evaluate", "episodes", "json")  # flags that say what to do, not how to train
+MAY_CHANGE = ("total_timesteps", "eval_every", "checkpoint_every", "tensorboard")  # on --resume
 # Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
 OBS_MEAN = (*[0.25] * 9, 0.6, 0.0, 0.0, 0.5, 0.2)
 OBS_STD = (*[0.2] * 9, 0.25, 0.3, 0.5, 0.3, 0.15)
 PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver the game's authors published
 EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE = 130, 143, 3
+# Types of flags that may be left out; what happens then, their help says itself.
+MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 
 # ======================================================================================================================
 # Args
@@ -68,31 +76,31 @@ class Args:
     """Train, resume or evaluate a driver with PPO."""
 
     # -- run
-    total_timesteps: int | None = None
+    total_timesteps: MaybeInt = None
     """environment steps of the whole run, all cars together (default 2,000,000)"""
     seed: int = 1
     """seed of everything random: same seed, same command, same numbers"""
     threads: int = 1
     """CPU threads for the network; more gain nothing on one this small, and the last bits depend on their number"""
-    resume: Path | None = None
+    resume: MaybePath = None
     """go on from this checkpoint or run folder; its own settings count, --total-timesteps may extend it"""
-    evaluate: Path | None = None
+    evaluate: MaybePath = None
     """drive this checkpoint (or a run folder's best.pt) without noise instead of training"""
     episodes: int = 10
     """with --evaluate: episodes per track"""
-    json: Path | None = None
+    json: MaybePath = None
     """with --evaluate: also write the results to this file"""
 
     # -- env
-    track_id: tuple[str, ...] | None = None
+    track_id: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TRACK ...", help_behavior_hint="")] = None
     """track, or several to train one driver on all: names or .json files (default track-01; with --evaluate, those trained on)"""
-    config_path: Path | None = None
+    config_path: MaybePath = None
     """reward weights and episode limits (default: ai-config.json)"""
     start: str = "grid"
     """where episodes start: grid, or anywhere (embedded engine; teaches recovering)"""
-    bridge_url: tuple[str, ...] = ()
+    bridge_url: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL ...", help_behavior_hint="")] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
-    num_envs: int | None = None
+    num_envs: MaybeInt = None
     """cars driven at once (default 512; 8 on a bridge, where every car is a connection)"""
 
     # -- algorithm
@@ -104,14 +112,12 @@ class Args:
     """how far the probability of an action may move in one update, as a ratio"""
     ent_coef: float = 0.0
     """bonus for staying random; these tracks need none"""
-    vf_coef: float = 0.5
-    """weight of the critic's loss"""
-    init_std: float = 0.4
+    init_std: float = 0.5
     """first standard deviation of the inputs; learned from then on"""
     init_throttle: float = 1.0
     """first mean of the throttle: a car that presses it finds out about driving sooner"""
-    hidden: int = 64
-    """width of the two hidden layers of actor and critic"""
+    hidden: MaybeInt = None
+    """width of the two hidden layers of actor and critic (default 64; 96 for several tracks)"""
     norm_steps: int = 0
     """gather observation statistics this long, then freeze them (default: fixed ones, which gave faster laps)"""
 
@@ -120,25 +126,25 @@ class Args:
     """Adam's step size at the start"""
     anneal_lr: bool = True
     """let the learning rate fall to 0 over the run"""
-    rollout_steps: int | None = None
+    rollout_steps: MaybeInt = None
     """ticks per car between updates (default 32; 512 on a bridge)"""
-    minibatch_size: int | None = None
+    minibatch_size: MaybeInt = None
     """samples per optimiser step (default 1,024; 512 on a bridge)"""
-    update_epochs: int | None = None
+    update_epochs: MaybeInt = None
     """passes over a rollout (default 2; 8 on a bridge, where steps are dear)"""
     max_grad_norm: float = 0.5
     """gradients are scaled down to this length"""
-    target_kl: float | None = None
+    target_kl: MaybeFloat = None
     """end an update early once the policy has moved this far"""
 
     # -- logging and checkpoints
     run_dir: Path = Path("runs")
     """where run folders go"""
-    run_name: str | None = None
+    run_name: MaybeStr = None
     """name of the run folder (default: algorithm, track, seed and time)"""
-    eval_every: int | None = None
+    eval_every: MaybeInt = None
     """steps between evaluations: an episode per track from the grid, without noise (default 400,000; 20,000 on a bridge)"""
-    checkpoint_every: int | None = None
+    checkpoint_every: MaybeInt = None
     """steps between checkpoints; there is one at the end, on Ctrl+C and when the bridge fails (default as --eval-every)"""
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
@@ -159,6 +165,8 @@ class Args:
         ):
             if getattr(self, name) is None:
                 setattr(self, name, bridge if on_bridge else embedded)
+        if self.hidden is None:
+            self.hidden = 64 if len(self.track_id) == 1 else 96
         self._check_ranges()
         if self.target_kl is not None and not 0 < self.target_kl < math.inf:
             raise ValueError(f"--target-kl is {self.target_kl}; it must be more than 0, or left out")
@@ -166,9 +174,9 @@ class Args:
             raise ValueError(
                 f"--num-envs is {self.num_envs}, but there are {len(self.track_id)} tracks; each needs a car at least"
             )
-        if self.minibatch_size > self.batch_size:
+        if self.minibatch_size > self.steps_per_iteration:
             raise ValueError(
-                f"--minibatch-size is {self.minibatch_size}, but a rollout has only {self.batch_size} samples "
+                f"--minibatch-size is {self.minibatch_size}, but a rollout has only {self.steps_per_iteration} samples "
                 f"(--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps}): make it smaller"
             )
         if self.resume is not None and self.evaluate is not None:
@@ -186,7 +194,7 @@ class Args:
         )
         for name, least, most in (
             *((name, 1, 2**53) for name in (*counts, "eval_every", "checkpoint_every")),
-            *((name, 0, 1e9) for name in ("norm_steps", "ent_coef", "vf_coef")),
+            *((name, 0, 1e9) for name in ("norm_steps", "ent_coef")),
             *((name, 0, 1) for name in ("gamma", "gae_lambda")),
             *((name, 1e-9, 1e9) for name in ("clip_coef", "learning_rate", "max_grad_norm", "init_std")),
             ("init_throttle", -100, 100),
@@ -198,12 +206,12 @@ class Args:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be between {least:g} and {most:g}")
 
     @property
-    def batch_size(self) -> int:
+    def steps_per_iteration(self) -> int:
         return self.num_envs * self.rollout_steps
 
     @property
     def num_iterations(self) -> int:
-        return max(1, math.ceil(self.total_timesteps / self.batch_size))
+        return max(1, math.ceil(self.total_timesteps / self.steps_per_iteration))
 
 
 # ======================================================================================================================
@@ -220,7 +228,7 @@ class Agent(nn.Module):
     a racing car lives, hard to reach.) Without noise the driver gives the mean.
     """
 
-    def __init__(self, hidden: int = 64, init_std: float = 0.4, init_throttle: float = 1.0):
+    def __init__(self, hidden: int = 64, init_std: float = 0.5, init_throttle: float = 1.0):
         super().__init__()
         self.actor = mlp(hidden, len(ACTION_LOW), output_gain=0.01)
         self.critic = mlp(hidden, 1, output_gain=1.0)
@@ -270,7 +278,7 @@ class Agent(nn.Module):
 def mlp(hidden: int, outputs: int, output_gain: float) -> nn.Sequential:
     """Two hidden layers of ReLU, orthogonal weights."""
     net = nn.Sequential(
-        nn.Linear(OBS_SIZE, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, outputs)
+        nn.Linear(OBS_SIZE, hidden), nn.ReLU(True), nn.Linear(hidden, hidden), nn.ReLU(True), nn.Linear(hidden, outputs)
     )
     for layer, gain in zip(net[::2], (math.sqrt(2), math.sqrt(2), output_gain), strict=True):
         nn.init.orthogonal_(layer.weight, gain)
@@ -281,6 +289,10 @@ def mlp(hidden: int, outputs: int, output_gain: float) -> nn.Sequential:
 def gaussian_logprob(noise, log_std):
     """log N(mean + std * noise; mean, std), summed over the action. By hand: torch.distributions takes six times as long."""
     return -0.5 * (noise * noise).sum(-1) - log_std.sum() - 0.5 * noise.shape[-1] * math.log(2 * math.pi)
+
+
+def gaussian_entropy(log_std):
+    return log_std.sum() + 0.5 * len(log_std) * math.log(2 * math.pi * math.e)
 
 
 def merge_moments(a, b):
@@ -295,27 +307,38 @@ def merge_moments(a, b):
 class RewardScaler:
     """Rewards divided by the running deviation of the discounted return, so that the critic's targets are of order 1.
 
-    Only what the networks learn from is scaled; every metric shows raw rewards.
+    Only what the networks learn from is scaled; every metric shows raw rewards. Every track has a deviation of its own: a
+    metre of a short track pays more than one of a long track, and would otherwise be all that a common driver cares for.
     """
 
-    def __init__(self, num_envs: int, gamma: float):
+    def __init__(self, num_envs: int, gamma: float, num_tracks: int = 1):
         self.gamma = gamma
         self.returns = np.zeros(num_envs)
-        self.moments = (0.0, 1.0, 1e-4)
+        self.tracks = [slice(i, None, num_tracks) for i in range(num_tracks)]  # the cars of each, as the environment has them
+        self.moments = [(0.0, 1.0, 1e-4)] * num_tracks  # mean, variance, count
 
-    def __call__(self, rewards, done):
-        """rewards, done: (T, N) -> scaled rewards (T, N)"""
+    def update(self, rewards, done) -> None:
+        """Take in what happened: (T, N) each."""
         for t in range(len(rewards)):
             self.returns = self.returns * self.gamma + rewards[t]
-            self.moments = merge_moments(self.moments, (self.returns.mean(), self.returns.var(), len(self.returns)))
+            for i, cars in enumerate(self.tracks):
+                some = self.returns[cars]
+                self.moments[i] = merge_moments(self.moments[i], (some.mean(), some.var(), len(some)))
             self.returns[done[t]] = 0.0  # the next episode begins with nothing
-        return rewards / math.sqrt(self.moments[1] + 1e-8)
+
+    @property
+    def deviation(self) -> np.ndarray:
+        """Of every car's discounted return (N,)"""
+        deviation = np.empty_like(self.returns)
+        for cars, (_, variance, _) in zip(self.tracks, self.moments, strict=True):
+            deviation[cars] = math.sqrt(variance + 1e-8)
+        return deviation
 
     def get_state(self) -> dict:
         return {"returns": self.returns.copy(), "moments": np.array(self.moments, dtype=np.float64)}
 
     def set_state(self, state: dict) -> None:
-        self.returns, self.moments = np.array(state["returns"]), tuple(np.asarray(state["moments"]).tolist())
+        self.returns, self.moments = np.array(state["returns"]), [tuple(row) for row in np.asarray(state["moments"]).tolist()]
 
 
 # ======================================================================================================================
@@ -404,58 +427,98 @@ def ppo_loss(logprobs, old_logprobs, advantages, clip_coef: float):
     return -torch.minimum(unclipped, clipped).mean(), logratio
 
 
-def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
-    """Adam; fused into one kernel where this version of torch can do that on this device (4x as fast on a CPU)."""
-    with contextlib.suppress(RuntimeError):
-        return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
-    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5)
+def make_optimizers(agent: Agent, learning_rate: float) -> dict[str, torch.optim.Adam]:
+    """An Adam for the actor and one for the critic; fused where this torch can do that on this device (4x as fast on a CPU)."""
+
+    def adam(parameters):
+        with contextlib.suppress(RuntimeError):
+            return torch.optim.Adam(parameters, lr=learning_rate, eps=1e-5, fused=True)
+        return torch.optim.Adam(parameters, lr=learning_rate, eps=1e-5)
+
+    return {"actor": adam([agent.log_std, *agent.actor.parameters()]), "critic": adam(list(agent.critic.parameters()))}
 
 
-def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, generator: torch.Generator) -> dict:
-    """Some epochs of minibatch steps on one rollout. batch: tensors (B, ...) -> metrics"""
-    parameters = list(agent.parameters())
-    kls, clipped, losses = [], [], []
+def update(agent: Agent, optimizers, batch: dict[str, torch.Tensor], args: Args, generator: torch.Generator) -> dict:
+    """Some epochs of minibatch steps on one rollout. batch: tensors (B, ...) -> metrics
+
+    Actor and critic share no weights, so each has a loss, an optimiser and a clipped gradient of its own, and the two learn
+    at the same time, on a core each. The shuffles are drawn beforehand: the numbers do not depend on who is faster.
+    """
     samples = len(batch["obs"])
-    count = max(1, round(samples / args.minibatch_size))
-    bounds = [samples * i // count for i in range(count + 1)]  # minibatches of equal size, none a remainder of a few
-    for _ in range(args.update_epochs):
-        order = torch.randperm(samples, generator=generator)
-        shuffled = {name: values[order] for name, values in batch.items()}  # once, so that minibatches are slices
-        for begin, end in zip(bounds, bounds[1:], strict=False):
-            mb = {name: values[begin:end] for name, values in shuffled.items()}
-            noise = (mb["actions"] - agent.actor(mb["obs"])) * torch.exp(-agent.log_std)
-            logprobs = gaussian_logprob(noise, agent.log_std)
-            policy_loss, logratio = ppo_loss(logprobs, mb["logprobs"], mb["advantages"], args.clip_coef)
-            value_loss = 0.5 * (agent.critic(mb["obs"]).squeeze(-1) - mb["returns"]).square().mean()
-            entropy = agent.log_std.sum() + 0.5 * len(agent.log_std) * math.log(2 * math.pi * math.e)
-            loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy
-            with torch.no_grad():
-                kls.append((logratio.exp() - 1 - logratio).mean())
-                clipped.append((logratio.exp() - 1).abs().gt(args.clip_coef).float().mean())
-                losses.append(torch.stack([loss, policy_loss, value_loss, entropy]))
-            if args.target_kl is not None and kls[-1] > args.target_kl:
-                break  # before the step that would take the policy farther
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-            optimizer.step()
-        else:
-            continue
-        break
-    loss, policy_loss, value_loss, entropy = torch.stack(losses).mean(0).tolist()
-    if not math.isfinite(loss):
-        raise FloatingPointError(f"the loss has become {loss} (policy {policy_loss}, value {value_loss})")
+    orders = [torch.randperm(samples, generator=generator) for _ in range(args.update_epochs)]
+    minibatches = max(1, round(samples / args.minibatch_size))
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=[args.threads]) as other_core:
+        critic = other_core.submit(update_critic, agent, optimizers["critic"], batch, orders, minibatches, args)
+        metrics = update_actor(agent, optimizers["actor"], batch, orders, minibatches, args)
+        metrics |= critic.result()
+    metrics["train/loss"] = metrics["train/policy_gradient_loss"] + metrics["train/value_loss"]
+    metrics["train/loss"] += args.ent_coef * metrics["train/entropy_loss"]
+    return metrics
+
+
+def update_actor(agent: Agent, optimizer, batch, orders, minibatches: int, args: Args) -> dict:
+    """The policy's share of an update."""
+    names = ("obs", "actions", "logprobs", "advantages")
+    policy_losses, logratios = [], []
+    for minibatch in shuffled(batch, names, orders, minibatches):
+        mb_obs, mb_actions, mb_logprobs, mb_advantages = minibatch
+        noise = (mb_actions - agent.actor(mb_obs)) * torch.exp(-agent.log_std)
+        logprobs = gaussian_logprob(noise, agent.log_std)
+        policy_loss, logratio = ppo_loss(logprobs, mb_logprobs, mb_advantages, args.clip_coef)
+        policy_losses.append(policy_loss.detach())
+        logratios.append(logratio.detach())
+        if args.target_kl is not None and approx_kl(logratios[-1]) > args.target_kl:
+            break  # before the step that would take the policy farther
+        learn(optimizer, policy_loss - args.ent_coef * gaussian_entropy(agent.log_std), args.max_grad_norm)
+    logratio = torch.cat(logratios)
     return {
-        "train/loss": loss,
-        "train/policy_gradient_loss": policy_loss,
-        "train/value_loss": value_loss,
-        "train/entropy_loss": -entropy,
-        "train/approx_kl": torch.stack(kls).mean().item(),
-        "train/clip_fraction": torch.stack(clipped).mean().item(),
+        "train/policy_gradient_loss": torch.stack(policy_losses).mean().item(),
+        "train/entropy_loss": -gaussian_entropy(agent.log_std).item(),
+        "train/approx_kl": approx_kl(logratio).item(),
+        "train/clip_fraction": (logratio.exp() - 1).abs().gt(args.clip_coef).float().mean().item(),
         "train/std": agent.log_std.exp().mean().item(),
         "train/clip_range": args.clip_coef,
         "train/learning_rate": optimizer.param_groups[0]["lr"],
     }
+
+
+def update_critic(agent: Agent, optimizer, batch, orders, minibatches: int, args: Args) -> dict:
+    """The critic's share of an update."""
+    value_losses = []
+    for mb_obs, mb_returns in shuffled(batch, ("obs", "returns"), orders, minibatches):
+        value_loss = 0.5 * (agent.critic(mb_obs).squeeze(-1) - mb_returns).square().mean()
+        value_losses.append(value_loss.detach())
+        learn(optimizer, value_loss, args.max_grad_norm)
+    return {"train/value_loss": torch.stack(value_losses).mean().item()}
+
+
+def shuffled(batch, names, orders, minibatches: int):
+    """The rollout in minibatches of equal size, in a new order every epoch: tensors of `names`, a tuple at a time."""
+    for order in orders:
+        yield from zip(*(torch.tensor_split(batch[name][order], minibatches) for name in names), strict=True)
+
+
+def learn(optimizer, loss, max_grad_norm: float) -> None:
+    """One step down the gradient, which is scaled down to max_grad_norm if it is longer."""
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_grad_norm, foreach=True)
+    optimizer.step()
+
+
+def approx_kl(logratio):
+    """How far the policy has moved from the one that drove: an estimate of their divergence, never negative."""
+    return (logratio.exp() - 1 - logratio).mean()
+
+
+def check_finite(agent: Agent, metrics: dict, update: int) -> None:
+    """Learning that has blown up must not go on, nor reach a checkpoint."""
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(f"{name} has become {value} in update {update}")
+    for name, value in agent.state_dict().items():
+        if not torch.isfinite(value).all():
+            raise FloatingPointError(f"the weights {name} are no finite numbers after update {update}")
 
 
 def explained_variance(values, returns) -> float:
@@ -704,9 +767,7 @@ def resumed_args(given: Args, saved: dict) -> Args:
         settings[name] = tuple(settings[name])
     for name in ("config_path", "run_dir"):
         settings[name] = Path(settings[name]) if settings[name] is not None else None
-    may_change = {"total_timesteps", "eval_every", "checkpoint_every", "tensorboard"}
-    if settings["bridge_url"]:
-        may_change.add("bridge_url")  # the game may have moved
+    may_change = {*MAY_CHANGE, *(["bridge_url"] if settings["bridge_url"] else [])}  # the game may have moved
     asked = saved_args(given)
     for name in given.given - set(NOT_SETTINGS):
         if asked[name] != saved[name] and name not in may_change:
@@ -870,8 +931,8 @@ class Run:
             self.envs.close()
             raise
         self.agent = Agent(args.hidden, args.init_std, args.init_throttle)
-        self.optimizer = make_optimizer(self.agent, args.learning_rate)
-        self.scaler = RewardScaler(args.num_envs, args.gamma)
+        self.optimizers = make_optimizers(self.agent, args.learning_rate)
+        self.scaler = RewardScaler(args.num_envs, args.gamma, len(args.track_id))
         self.storage = Storage(args.rollout_steps, args.num_envs)
         self.stats = RaceStats(args.num_envs, self.envs.config["episode"]["maxSteps"], args.start == "grid")
         self.iteration = self.steps = 0
@@ -910,7 +971,7 @@ class Run:
 
     def due(self, every: int) -> bool:
         """Whether the last iteration went past a multiple of so many steps, or was the last."""
-        return self.finished or self.steps // every > (self.steps - self.args.batch_size) // every
+        return self.finished or self.steps // every > (self.steps - self.args.steps_per_iteration) // every
 
     def log(self, metrics: dict[str, float]) -> None:
         self.stats.log(self.logger)
@@ -931,7 +992,7 @@ class Run:
             "format": CHECKPOINT_FORMAT,
             "args": saved_args(self.args),
             "agent": {name: value.clone() for name, value in self.agent.state_dict().items()},
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "optimizers": {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in self.optimizers.items()},
             "scaler": pack(self.scaler.get_state()),
             "stats": pack(self.stats.get_state()),
             "envs": pack(self.envs.get_state()) if embedded else None,
@@ -942,7 +1003,7 @@ class Run:
             "published_beaten": self.published_beaten,
         }
 
-    def set_state(self, checkpoint: dict) -> None:
+    def set_state(self, checkpoint: dict, _folder: Path) -> None:
         if checkpoint["config"] != self.envs.config:
             raise ValueError(
                 f"the rewards or limits in {self.args.config_path or DEFAULT_CONFIG_PATH} are not those the run to resume "
@@ -950,7 +1011,8 @@ class Run:
             )
         try:
             self.agent.load_state_dict(checkpoint["agent"])
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
+            for name, optimizer in self.optimizers.items():
+                optimizer.load_state_dict(checkpoint["optimizers"][name])
             self.scaler.set_state(unpack(checkpoint["scaler"]))
             self.generator.set_state(checkpoint["generator"])
             counters = checkpoint["counters"]
@@ -989,7 +1051,7 @@ def start_run(args: Args) -> Run:
             run.begin()
         else:
             folder = args.resume if args.resume.is_dir() else args.resume.parent
-            run.set_state(checkpoint)
+            run.set_state(checkpoint, folder)
         run.open_folder(folder, resumed=checkpoint is not None)
     except BaseException:
         run.close()
@@ -1027,11 +1089,13 @@ def learn_once(run: Run) -> dict[str, float]:
     """One iteration of PPO: rollout, advantages, update. -> metrics"""
     args, agent, storage, clock = run.args, run.agent, run.storage, run.clock
     if args.anneal_lr:
-        run.optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.iteration / args.num_iterations)
+        for optimizer in run.optimizers.values():
+            optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.iteration / args.num_iterations)
     rollout(agent, run.envs, storage, run.stats, run.generator, clock)
     with clock("learning"):
         values, next_values = estimate_values(agent, storage)
-        rewards = run.scaler(storage.rewards, storage.terminated | storage.truncated)
+        run.scaler.update(storage.rewards, storage.terminated | storage.truncated)
+        rewards = storage.rewards / run.scaler.deviation
         ends = storage.terminated, storage.truncated
         advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
         obs = storage.obs[:-1].reshape(-1, OBS_SIZE)
@@ -1043,11 +1107,12 @@ def learn_once(run: Run) -> dict[str, float]:
                 "advantages": torch.from_numpy(advantages.astype(np.float32)).reshape(-1),
                 "returns": torch.from_numpy(returns.astype(np.float32)).reshape(-1),
             }
-        metrics = update(agent, run.optimizer, batch, args, run.generator)
+        metrics = update(agent, run.optimizers, batch, args, run.generator)
         if run.steps < args.norm_steps:
             agent.update_normalizer(obs)
+    check_finite(agent, metrics, run.iteration + 1)
     run.iteration += 1
-    run.steps += args.batch_size
+    run.steps += args.steps_per_iteration
     return {**metrics, "train/explained_variance": explained_variance(values, returns)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from ppo_racer import (
     evaluate,
     explained_variance,
     gaussian_logprob,
-    make_optimizer,
+    make_optimizers,
     merge_moments,
     ppo_loss,
     rollout,
@@ -250,16 +251,30 @@ def test_reward_scaler_divides_by_the_deviation_of_discounted_returns_and_resets
     rng = np.random.default_rng(3)
     rewards, done = rng.normal(size=(30, 4)), rng.random((30, 4)) < 0.2
     scaler = RewardScaler(4, 0.9)
-    scaled = scaler(rewards, done)
+    scaler.update(rewards, done)
     returns, seen = np.zeros(4), []
     for t in range(30):
         returns = 0.9 * returns + rewards[t]
         seen.append(returns)
         returns = np.where(done[t], 0.0, returns)
-    np.testing.assert_allclose(scaled, rewards / np.std(seen), rtol=1e-4)
-    never_reset = RewardScaler(4, 0.9)(rewards, np.zeros_like(done))
-    assert np.abs(scaled - never_reset).max() > 1e-3
+    np.testing.assert_allclose(scaler.deviation, np.std(seen), rtol=1e-4)
+    never_reset = RewardScaler(4, 0.9)
+    never_reset.update(rewards, np.zeros_like(done))
+    assert np.abs(scaler.deviation - never_reset.deviation).min() > 1e-3
     np.testing.assert_array_equal(scaler.returns, np.where(done[-1], 0.0, seen[-1]))
+
+
+def test_reward_scaler_treats_every_track_by_itself():
+    rng = np.random.default_rng(4)
+    rewards, done = rng.normal(size=(50, 7)), rng.random((50, 7)) < 0.1
+    rewards[:, 1::3] *= 5  # cars 1 and 4 are on the second of three tracks, where rewards are larger
+    together = RewardScaler(7, 0.9, num_tracks=3)
+    together.update(rewards, done)
+    for track in range(3):
+        alone = RewardScaler(len(range(track, 7, 3)), 0.9)
+        alone.update(rewards[:, track::3], done[:, track::3])
+        np.testing.assert_array_equal(together.deviation[track::3], alone.deviation)
+    assert together.deviation[1] > 3 * together.deviation[0]
 
 
 def test_metrics_show_raw_rewards(tmp_path):
@@ -312,7 +327,7 @@ def make_batch(agent, n=256, seed=0):
 
 def run_update(agent, batch, **changes):
     args = Args(**{"num_envs": 16, "rollout_steps": 16, "minibatch_size": 64, "learning_rate": 1e-3, **changes})
-    return update(agent, make_optimizer(agent, args.learning_rate), batch, args, torch.Generator().manual_seed(0))
+    return update(agent, make_optimizers(agent, args.learning_rate), batch, args, torch.Generator().manual_seed(0))
 
 
 def test_update_makes_good_actions_more_probable_and_the_critic_better():
@@ -330,19 +345,53 @@ def test_update_makes_good_actions_more_probable_and_the_critic_better():
     assert after < before
 
 
-def test_target_kl_is_checked_per_minibatch_and_ends_the_update():
+def test_target_kl_is_checked_per_minibatch_and_ends_the_update_of_the_actor():
     def moved(target_kl):
         torch.manual_seed(0)
         agent = Agent()
-        start = torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-        metrics = run_update(agent, make_batch(agent), update_epochs=10, learning_rate=3e-3, target_kl=target_kl)
-        return (torch.nn.utils.parameters_to_vector(agent.parameters()) - start).norm().item(), metrics[
-            "train/approx_kl"
-        ]
+        actor, critic = (torch.nn.utils.parameters_to_vector(net.parameters()) for net in (agent.actor, agent.critic))
+        actor, critic = actor.detach().clone(), critic.detach().clone()
+        kl = run_update(agent, make_batch(agent), update_epochs=10, learning_rate=3e-3, target_kl=target_kl)["train/approx_kl"]
+        return *((torch.nn.utils.parameters_to_vector(net.parameters()) - before).norm().item()
+                 for net, before in ((agent.actor, actor), (agent.critic, critic))), kl  # fmt: skip
 
-    free, kl = moved(None)
-    held, held_kl = moved(1e-4)
+    free, critic, kl = moved(None)
+    held, critic_too, held_kl = moved(1e-4)
     assert held < free / 2 and held_kl < kl
+    assert critic_too == critic  # the critic cannot go too far, and learns on
+
+
+def test_an_update_does_not_depend_on_which_core_is_faster(monkeypatch):
+    def after(slow):
+        torch.manual_seed(0)
+        agent = Agent()
+        with monkeypatch.context() as patch:
+            real = getattr(ppo_racer, slow)
+            waited = threading.Event()  # never set: the wait is only for time to pass
+            patch.setattr(ppo_racer, slow, lambda *a: (waited.wait(0.05), real(*a))[1])
+            metrics = run_update(agent, make_batch(agent), update_epochs=2)
+        return torch.nn.utils.parameters_to_vector(agent.parameters()).detach(), metrics
+
+    (a, metrics_a), (b, metrics_b) = after("update_actor"), after("update_critic")
+    assert torch.equal(a, b) and metrics_a == metrics_b
+
+
+def test_an_error_in_the_critics_thread_reaches_the_caller():
+    agent = Agent()
+    batch = make_batch(agent)
+    with pytest.raises(RuntimeError, match="size"):
+        run_update(agent, {**batch, "returns": torch.zeros(len(batch["obs"]), 2)})
+
+
+def test_what_is_not_a_number_is_noticed_in_metrics_and_in_weights():
+    agent = Agent()
+    ppo_racer.check_finite(agent, {"train/loss": 0.5}, 7)
+    with pytest.raises(FloatingPointError, match="train/loss has become inf in update 7"):
+        ppo_racer.check_finite(agent, {"train/loss": math.inf}, 7)
+    with torch.no_grad():
+        agent.critic[0].weight[0, 0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"critic\.0\.weight are no finite numbers after update 7"):
+        ppo_racer.check_finite(agent, {"train/loss": 0.5}, 7)
 
 
 def test_entropy_bonus_keeps_the_deviation_up():
@@ -359,14 +408,15 @@ def test_gradients_are_clipped():
     def moved(max_grad_norm):
         torch.manual_seed(0)
         agent = Agent()
-        start = torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+        parts = {"actor": [agent.log_std, *agent.actor.parameters()], "critic": list(agent.critic.parameters())}
+        starts = {name: torch.nn.utils.parameters_to_vector(part).detach().clone() for name, part in parts.items()}
         args = Args(num_envs=16, rollout_steps=16, minibatch_size=256, update_epochs=1, max_grad_norm=max_grad_norm)
-        sgd = torch.optim.SGD(agent.parameters(), lr=1.0)
+        sgd = {name: torch.optim.SGD(part, lr=1.0) for name, part in parts.items()}
         update(agent, sgd, make_batch(agent), args, torch.Generator().manual_seed(0))
-        return (torch.nn.utils.parameters_to_vector(agent.parameters()) - start).norm().item()
+        return [(torch.nn.utils.parameters_to_vector(parts[name]) - starts[name]).norm().item() for name in parts]
 
-    assert moved(0.01) == pytest.approx(0.01, rel=1e-3)
-    assert moved(1e9) > 0.02
+    assert moved(0.01) == pytest.approx([0.01, 0.01], rel=1e-3)
+    assert min(moved(1e9)) > 0.02
 
 
 def test_learning_rate_anneals_to_zero(tmp_path):
@@ -400,14 +450,15 @@ def test_a_run_gives_gae_scaled_rewards_and_each_kind_of_end_in_its_place(tmp_pa
     text = (Path(__file__).parent.parent / "ai-config.json").read_text()
     config.write_text(text.replace("3000", "40").replace("180", "25").replace('Threshold": 2.0', 'Threshold": 18.0'))
     seen, scaled = [], []
-    real_gae, real_scaler = ppo_racer.compute_gae, RewardScaler.__call__
+    real_gae, real_scaler = ppo_racer.compute_gae, RewardScaler.update
 
     def scaler(self, rewards, done):
-        scaled.append((rewards.copy(), done.copy(), self.returns.copy(), real_scaler(self, rewards, done)))
-        return scaled[-1][-1]
+        before = self.returns.copy()
+        real_scaler(self, rewards, done)
+        scaled.append((rewards.copy(), done.copy(), before, rewards / self.deviation))
 
     monkeypatch.setattr(ppo_racer, "compute_gae", lambda *a: (seen.append(copy.deepcopy(a)), real_gae(*a))[1])
-    monkeypatch.setattr(RewardScaler, "__call__", scaler)
+    monkeypatch.setattr(RewardScaler, "update", scaler)
     stored = []
     real_rollout = ppo_racer.rollout
 
@@ -520,7 +571,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, mo
         return advantages, returns * (float("nan") if len(calls) == 4 else 1.0)
 
     monkeypatch.setattr(ppo_racer, "compute_gae", poisoned)
-    with pytest.raises(FloatingPointError, match="the loss has become nan"):
+    with pytest.raises(FloatingPointError, match="train.value_loss has become nan in update 4"):
         train(args)
     checkpoint = ppo_racer.load_checkpoint(tmp_path / "nan")
     assert checkpoint["counters"]["iteration"] == 3
