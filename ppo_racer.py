@@ -314,7 +314,9 @@ class RewardScaler:
     def __init__(self, num_envs: int, gamma: float, num_tracks: int = 1):
         self.gamma = gamma
         self.returns = np.zeros(num_envs)
-        self.tracks = [slice(i, None, num_tracks) for i in range(num_tracks)]  # the cars of each, as the environment has them
+        self.tracks = [
+            slice(i, None, num_tracks) for i in range(num_tracks)
+        ]  # the cars of each, as the environment has them
         self.moments = [(0.0, 1.0, 1e-4)] * num_tracks  # mean, variance, count
 
     def update(self, rewards, done) -> None:
@@ -338,7 +340,10 @@ class RewardScaler:
         return {"returns": self.returns.copy(), "moments": np.array(self.moments, dtype=np.float64)}
 
     def set_state(self, state: dict) -> None:
-        self.returns, self.moments = np.array(state["returns"]), [tuple(row) for row in np.asarray(state["moments"]).tolist()]
+        self.returns, self.moments = (
+            np.array(state["returns"]),
+            [tuple(row) for row in np.asarray(state["moments"]).tolist()],
+        )
 
 
 # ======================================================================================================================

@@ -351,7 +351,9 @@ def test_target_kl_is_checked_per_minibatch_and_ends_the_update_of_the_actor():
         agent = Agent()
         actor, critic = (torch.nn.utils.parameters_to_vector(net.parameters()) for net in (agent.actor, agent.critic))
         actor, critic = actor.detach().clone(), critic.detach().clone()
-        kl = run_update(agent, make_batch(agent), update_epochs=10, learning_rate=3e-3, target_kl=target_kl)["train/approx_kl"]
+        kl = run_update(agent, make_batch(agent), update_epochs=10, learning_rate=3e-3, target_kl=target_kl)[
+            "train/approx_kl"
+        ]
         return *((torch.nn.utils.parameters_to_vector(net.parameters()) - before).norm().item()
                  for net, before in ((agent.actor, actor), (agent.critic, critic))), kl  # fmt: skip
 
@@ -571,7 +573,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, mo
         return advantages, returns * (float("nan") if len(calls) == 4 else 1.0)
 
     monkeypatch.setattr(ppo_racer, "compute_gae", poisoned)
-    with pytest.raises(FloatingPointError, match="train.value_loss has become nan in update 4"):
+    with pytest.raises(FloatingPointError, match="train/value_loss has become nan in update 4"):
         train(args)
     checkpoint = ppo_racer.load_checkpoint(tmp_path / "nan")
     assert checkpoint["counters"]["iteration"] == 3

@@ -1,0 +1,1467 @@
+"""SAC for the top-down racer, whole in this file: the driver that needs the fewest steps, for games that are slow.
+
+    python sac_racer.py                                              # @@
+    python sac_racer.py --num-envs 8                                 # few cars, much learning: as on a bridge
+    python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
+    python sac_racer.py --resume runs/NAME                           # go on, bit for bit, after any interruption
+    python sac_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
+    tensorboard --logdir runs
+
+SAC (Haarnoja et al. 2018) keeps every step it has driven in a buffer and learns from all of them again and again. Two critics
+learn what an action is worth (`critic_loss`): the rewards of the next ticks, and from there on what the critics themselves
+expect of the driver (`soft_target`). The actor learns to choose what the critics like (`actor_loss`) while staying as random
+as it can afford; `alpha` is the price of randomness, and learns too (`alpha_loss`). Taking the lower of two critics keeps the
+actor from believing in their errors, and targets that follow slowly keep the critics from chasing themselves.
+
+Read on in this order: Args, Agent, ReplayBuffer, drive_and_learn, update, evaluate, checkpoint, train.
+Shapes: T ticks in the buffer, N cars, B samples of a minibatch.
+"""
+
+from __future__ import annotations
+
+import time
+
+PROCESS_START_S = time.perf_counter()  # before the slow imports: "seconds from the start" means what a user waits
+
+import contextlib  # noqa: E402
+import copy  # noqa: E402
+import dataclasses  # noqa: E402
+import io  # noqa: E402
+import json  # noqa: E402
+import math  # noqa: E402
+import os  # noqa: E402
+import platform  # noqa: E402
+import secrets  # noqa: E402
+import shlex  # noqa: E402
+import shutil  # noqa: E402
+import signal  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import warnings  # noqa: E402
+import zipfile  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Annotated  # noqa: E402
+
+import gymnasium  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from torch import nn  # noqa: E402
+
+from callbacks_lite import TICKS_PER_SECOND, MetricsLogger, RaceStats, lap_replay, racing_line  # noqa: E402
+from racer_env import ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
+
+ALGORITHM = "sac"
+CHECKPOINT_FORMAT = 1
+CHECKPOINT_KEYS = (
+    "args",
+    "agent",
+    "optimizers",
+    "scaler",
+    "stats",
+    "envs",
+    "config",
+    "generator",
+    "counters",
+    "best",
+    "buffer",
+)
+NOT_SETTINGS = ("resume", "evaluate", "episodes", "json")  # flags that say what to do, not how to train
+MAY_CHANGE = ("total_timesteps", "eval_every", "checkpoint_every", "tensorboard", "save_buffer")  # on --resume
+# Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
+OBS_MEAN = (*[0.25] * 9, 0.6, 0.0, 0.0, 0.5, 0.2)
+OBS_STD = (*[0.2] * 9, 0.25, 0.3, 0.5, 0.3, 0.15)
+PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver the game's authors published
+FEW_CARS = 16  # up to here the defaults are those for a slow game
+LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
+MOST_THROTTLE = 0.9  # where --init-throttle ends, of [-1, 1]: at 1 the mean before squashing would be infinite
+EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE = 130, 143, 3
+# Types of flags that may be left out; what happens then, their help says itself.
+MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")]
+MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+
+# ======================================================================================================================
+# Args
+# ======================================================================================================================
+
+
+@dataclasses.dataclass
+class Args:
+    """Train, resume or evaluate a driver with SAC."""
+
+    # -- run
+    total_timesteps: MaybeInt = None
+    """environment steps of the whole run, all cars together (default 1,000,000; 200,000 with few cars)"""
+    seed: int = 1
+    """seed of everything random: same seed, same command, same numbers"""
+    threads: int = 1
+    """CPU threads for the network; more gain nothing on one this small, and the last bits depend on their number"""
+    resume: MaybePath = None
+    """go on from this checkpoint or run folder; its own settings count, --total-timesteps may extend it"""
+    evaluate: MaybePath = None
+    """drive this checkpoint (or a run folder's best.pt) without noise instead of training"""
+    episodes: int = 10
+    """with --evaluate: episodes per track"""
+    json: MaybePath = None
+    """with --evaluate: also write the results to this file"""
+
+    # -- env
+    track_id: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TRACK ...", help_behavior_hint="")] = None
+    """track, or several to train one driver on all: names or .json files (default track-01; with --evaluate, those trained on)"""
+    config_path: MaybePath = None
+    """reward weights and episode limits (default: ai-config.json)"""
+    start: str = "grid"
+    """where episodes start: grid, or anywhere (embedded engine; teaches recovering)"""
+    bridge_url: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL ...", help_behavior_hint="")] = ()
+    """train in the real game behind these URLs instead of the embedded engine"""
+    num_envs: MaybeInt = None
+    """cars driven at once (default 64; 8 on a bridge, where every car is a connection)"""
+    action_repeat: int = 4
+    """ticks a choice is kept while learning: what one tick's input does is too little to tell good from bad. The driver that
+    comes out chooses every tick"""
+
+    # -- algorithm
+    gamma: float = 0.97
+    """discount a tick: 0.97 looks about 33 ticks (0.6 s) ahead"""
+    n_step: int = 5
+    """choices whose rewards are measured before the critics' own expectation takes over"""
+    tau: float = 0.01
+    """how far the targets follow the critics with every update: small is calm, large is quick"""
+    init_alpha: float = 0.01
+    """price of randomness at the start, in scaled rewards"""
+    autotune: bool = True
+    """let alpha learn to hold the entropy at --target-entropy; otherwise it stays as it was at the start"""
+    target_entropy: float = -6.0
+    """entropy the policy is held to, of its three actions in [-1, 1] together; lower is calmer in the end"""
+    init_std: float = 0.5
+    """first standard deviation of the actions before squashing; learned from then on, for every state"""
+    init_throttle: float = 1.0
+    """first mean of the throttle: a car that presses it finds out about driving sooner"""
+    hidden: MaybeInt = None
+    """width of the two hidden layers of actor and critic (default 64; 96 for several tracks)"""
+    norm_steps: int = 0
+    """gather observation statistics this long, then freeze them (default: fixed ones, which gave faster laps)"""
+
+    # -- optimisation
+    learning_rate: float = 1e-3
+    """Adam's step size at the start"""
+    anneal_lr: bool = True
+    """let the learning rate fall to 0 over the run"""
+    buffer_size: MaybeInt = None
+    """choices kept to learn from (default 30,000: recent ones teach faster laps; 100,000 with few cars, where they are dear)"""
+    learning_starts: int = 5_000
+    """steps driven before learning begins"""
+    batch_size: int = 256
+    """samples per optimiser step"""
+    updates: MaybeInt = None
+    """optimiser steps of the critics after every choice, made while the cars drive (default 8; @@ with few cars)"""
+    policy_frequency: int = 2
+    """updates of the critics per update of the actor"""
+
+    # -- logging and checkpoints
+    run_dir: Path = Path("runs")
+    """where run folders go"""
+    run_name: MaybeStr = None
+    """name of the run folder (default: algorithm, track, seed and time)"""
+    eval_every: MaybeInt = None
+    """steps between evaluations: an episode per track from the grid, without noise (default 100,000; 10,000 with few cars)"""
+    checkpoint_every: MaybeInt = None
+    """steps between checkpoints; there is one at the end, on Ctrl+C and when the bridge fails (default as --eval-every)"""
+    tensorboard: bool = True
+    """write TensorBoard events (metrics.csv is always written)"""
+    log_every: MaybeInt = None
+    """steps between rows of metrics (default 20,000; 2,000 with few cars)"""
+    save_buffer: bool = True
+    """save the replay buffer beside checkpoint.pt; without it a resumed run has to fill a new one first"""
+
+    def __post_init__(self):
+        # What was given, as against left at its default: --resume and --evaluate have to know. (main looks at the command.)
+        self.given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
+        if self.num_envs is None:
+            self.num_envs = 8 if self.bridge_url else 64
+        few_cars = self.num_envs <= FEW_CARS  # so steps are dear, or the user wants to make the most of them
+        for name, many, few in (
+            ("track_id", ("track-01",), ("track-01",)),
+            ("total_timesteps", 1_000_000, 200_000),
+            ("buffer_size", 30_000, 100_000),
+            ("updates", 8, 8),
+            ("log_every", 20_000, 2_000),
+            ("eval_every", 100_000, 10_000),
+            ("checkpoint_every", 100_000, 10_000),
+        ):
+            if getattr(self, name) is None:
+                setattr(self, name, few if few_cars else many)
+        if self.hidden is None:
+            self.hidden = 64 if len(self.track_id) == 1 else 96
+        self._check_ranges()
+        if self.num_envs < len(self.track_id):
+            raise ValueError(
+                f"--num-envs is {self.num_envs}, but there are {len(self.track_id)} tracks; each needs a car at least"
+            )
+        if self.buffer_size < self.num_envs * self.n_step:
+            raise ValueError(
+                f"--buffer-size is {self.buffer_size}, but {self.num_envs} cars make {self.num_envs * self.n_step} choices in "
+                f"--n-step {self.n_step}: make it larger"
+            )
+        if self.resume is not None and self.evaluate is not None:
+            raise ValueError("--resume goes on training and --evaluate does not train; give one of them")
+
+    def _check_ranges(self) -> None:
+        counts = (
+            "total_timesteps",
+            "episodes",
+            "num_envs",
+            "hidden",
+            "action_repeat",
+            "n_step",
+            "batch_size",
+            "buffer_size",
+        )
+        for name, least, most in (
+            *(
+                (name, 1, 2**53)
+                for name in (*counts, "policy_frequency", "log_every", "eval_every", "checkpoint_every")
+            ),
+            *((name, 0, 1e9) for name in ("norm_steps", "learning_starts", "updates")),
+            ("gamma", 0, 1),
+            *((name, 1e-9, 1e9) for name in ("learning_rate", "init_std", "init_alpha")),
+            ("tau", 1e-9, 1),
+            ("target_entropy", -1e3, 1e3),
+            ("init_throttle", -100, 100),
+            ("seed", 0, 2**53),
+            ("threads", 1, 1024),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be between {least:g} and {most:g}")
+
+    @property
+    def steps_per_choice(self) -> int:
+        return self.num_envs * self.action_repeat
+
+    @property
+    def choices_per_iteration(self) -> int:
+        return max(1, round(self.log_every / self.steps_per_choice))
+
+    @property
+    def steps_per_iteration(self) -> int:
+        return self.choices_per_iteration * self.steps_per_choice
+
+    @property
+    def num_iterations(self) -> int:
+        return max(1, math.ceil(self.total_timesteps / self.steps_per_iteration))
+
+
+# ======================================================================================================================
+# Agent
+# ======================================================================================================================
+
+
+class Agent(nn.Module):
+    """Actor, critics, their targets and the normaliser of their observations: one state_dict drives.
+
+    The policy is a Gaussian squashed by tanh: inside this class actions are in [-1, 1], and `to_inputs` stretches them to the
+    game's box. Its entropy, and so the target entropy, is that of the actions in [-1, 1]. Without noise the driver gives the
+    squashed mean.
+    """
+
+    def __init__(self, hidden: int = 64, init_std: float = 0.5, init_throttle: float = 1.0, init_alpha: float = 0.01):
+        super().__init__()
+        size = len(ACTION_LOW)
+        self.actor = actor_net(hidden, size)
+        throttle = math.atanh(min(max(2 * init_throttle - 1, -MOST_THROTTLE), MOST_THROTTLE))
+        with torch.no_grad():
+            self.actor[-1].bias.copy_(torch.tensor([0.0, throttle, -throttle, *[math.log(init_std)] * size]))
+        self.qf1, self.qf2 = (critic_net(hidden, size) for _ in range(2))
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(init_alpha)))
+        # What actor and critics see of each other. It moves between updates, see `move_targets`.
+        self.actor_target, self.qf1_target, self.qf2_target = (
+            copy.deepcopy(net).requires_grad_(False) for net in (self.actor, self.qf1, self.qf2)
+        )
+        self.register_buffer("obs_mean", torch.tensor(OBS_MEAN))
+        self.register_buffer("obs_var", torch.tensor(OBS_STD).square())
+        self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
+
+    def normalize(self, obs):
+        return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + 1e-6)
+
+    @torch.no_grad()
+    def update_normalizer(self, obs) -> None:
+        """Take a batch (B, 14) into the running mean and variance."""
+        mean, var, count = merge_moments(
+            (self.obs_mean.double(), self.obs_var.double(), self.obs_count),
+            (obs.double().mean(0), obs.double().var(0, unbiased=False), len(obs)),
+        )
+        self.obs_mean.copy_(mean)
+        self.obs_var.copy_(var)
+        self.obs_count.copy_(count)
+
+    def sample(self, actor, obs, noise):
+        """Actions (B, 3) in [-1, 1] for normalised observations, and their log-probabilities (B,)."""
+        mean, log_std = actor(obs).chunk(2, dim=-1)
+        return squashed_sample(mean, log_std.clamp(*LOG_STD_RANGE), noise)
+
+    @torch.no_grad()
+    def act(self, obs, noise):
+        """What drives while learning: actions (N, 3) in [-1, 1] for raw observations."""
+        return self.sample(self.actor, self.normalize(obs), noise)[0]
+
+    @torch.no_grad()
+    def move_targets(self, share: float) -> None:
+        """The critics' targets move a share of the way to the critics, the actor's all the way to the actor."""
+        critics = [*self.qf1.parameters(), *self.qf2.parameters()]
+        torch._foreach_lerp_([*self.qf1_target.parameters(), *self.qf2_target.parameters()], critics, share)
+        torch._foreach_copy_(list(self.actor_target.parameters()), list(self.actor.parameters()))
+
+    def driver(self):
+        """What the driver does without noise: a function from observations (N, 14) to inputs in the box (N, 3), in NumPy.
+
+        For a few cars a network this small is all overhead in torch, and evaluation would take three times as long.
+        """
+        mean, scale = self.obs_mean.numpy().copy(), torch.rsqrt(self.obs_var + 1e-6).numpy()
+        layers = [
+            (layer.weight.detach().numpy().T.copy(), layer.bias.detach().numpy().copy()) for layer in self.actor[::2]
+        ]
+
+        def drive(obs: np.ndarray) -> np.ndarray:
+            x = (obs - mean) * scale
+            for weight, bias in layers[:-1]:
+                x = x @ weight + bias
+                x = x / (1 + np.exp(np.minimum(-x, 80)))  # SiLU; beyond that exp would overflow
+            x = x @ layers[-1][0] + layers[-1][1]
+            return to_inputs(np.tanh(x[:, : len(ACTION_LOW)]))
+
+        return drive
+
+
+def to_inputs(actions: np.ndarray) -> np.ndarray:
+    """Actions in [-1, 1] (N, 3) as the game's inputs, in its box."""
+    return np.clip(ACTION_LOW + (actions + 1) * ((ACTION_HIGH - ACTION_LOW) / 2), ACTION_LOW, ACTION_HIGH)
+
+
+def actor_net(hidden: int, actions: int) -> nn.Sequential:
+    """Observation -> means and log deviations of the actions before squashing."""
+    net = nn.Sequential(
+        nn.Linear(OBS_SIZE, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2 * actions)
+    )
+    with torch.no_grad():
+        net[-1].weight.mul_(0.01)  # so that the first policy does the same everywhere
+    return net
+
+
+def critic_net(hidden: int, actions: int) -> nn.Sequential:
+    """Observation and action -> what it is worth. The normalised layers keep values of unseen actions within bounds."""
+    return nn.Sequential(
+        nn.Linear(OBS_SIZE + actions, hidden), nn.LayerNorm(hidden), nn.SiLU(),
+        nn.Linear(hidden, hidden), nn.LayerNorm(hidden), nn.SiLU(),
+        nn.Linear(hidden, 1),
+    )  # fmt: skip
+
+
+def squashed_sample(mean, log_std, noise):
+    """tanh(mean + std * noise), and its log-density summed over the action.
+
+    The density of a squashed variable is divided by the slope of the squashing, 1 - tanh(u)^2, written so that it holds
+    where tanh(u) rounds to 1. By hand: torch.distributions takes several times as long.
+    """
+    u = mean + log_std.exp() * noise
+    log_slope = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
+    logprobs = -0.5 * noise * noise - log_std - 0.5 * math.log(2 * math.pi) - log_slope
+    return torch.tanh(u), logprobs.sum(-1)
+
+
+def merge_moments(a, b):
+    """Mean, variance and count of two sets taken together (Chan et al.)."""
+    (mean_a, var_a, count_a), (mean_b, var_b, count_b) = a, b
+    count = count_a + count_b
+    delta = mean_b - mean_a
+    var = (var_a * count_a + var_b * count_b + delta * delta * (count_a * count_b / count)) / count
+    return mean_a + delta * (count_b / count), var, count
+
+
+class RewardScaler:
+    """Rewards divided by the running deviation of the discounted return, so that the critic's targets are of order 1.
+
+    Only what the networks learn from is scaled; every metric shows raw rewards. Every track has a deviation of its own: a
+    metre of a short track pays more than one of a long track, and would otherwise be all that a common driver cares for.
+    """
+
+    def __init__(self, num_envs: int, gamma: float, num_tracks: int = 1):
+        self.gamma = gamma
+        self.returns = np.zeros(num_envs)
+        self.tracks = [
+            slice(i, None, num_tracks) for i in range(num_tracks)
+        ]  # the cars of each, as the environment has them
+        self.moments = [(0.0, 1.0, 1e-4)] * num_tracks  # mean, variance, count
+
+    def update(self, rewards, done) -> None:
+        """Take in what happened: (T, N) each."""
+        for t in range(len(rewards)):
+            self.returns = self.returns * self.gamma + rewards[t]
+            for i, cars in enumerate(self.tracks):
+                some = self.returns[cars]
+                self.moments[i] = merge_moments(self.moments[i], (some.mean(), some.var(), len(some)))
+            self.returns[done[t]] = 0.0  # the next episode begins with nothing
+
+    @property
+    def deviation(self) -> np.ndarray:
+        """Of every car's discounted return (N,)"""
+        deviation = np.empty_like(self.returns)
+        for cars, (_, variance, _) in zip(self.tracks, self.moments, strict=True):
+            deviation[cars] = math.sqrt(variance + 1e-8)
+        return deviation
+
+    def get_state(self) -> dict:
+        return {"returns": self.returns.copy(), "moments": np.array(self.moments, dtype=np.float64)}
+
+    def set_state(self, state: dict) -> None:
+        self.returns, self.moments = (
+            np.array(state["returns"]),
+            [tuple(row) for row in np.asarray(state["moments"]).tolist()],
+        )
+
+
+# ======================================================================================================================
+# Replay buffer and driving
+# ======================================================================================================================
+
+
+@dataclasses.dataclass
+class Answer:
+    """What came of one choice of all cars."""
+
+    obs: np.ndarray  # (N, 14) where the cars are now
+    next_obs: np.ndarray  # (N, 14) where the choice led: the same, or the last of an episode that ended
+    rewards: np.ndarray  # (N,) discounted sum over the ticks
+    terminated: np.ndarray  # (N,)
+    truncated: np.ndarray  # (N,)
+
+
+class ReplayBuffer:
+    """The last choices of all cars, a ring (T, N), as the environment answered them: raw observations, raw rewards.
+
+    `next_obs` is what truly followed; where an episode ended, its last observation and not the first of the next one.
+    Normalising and scaling wait until a choice is learned from, so that old ones have no old statistics.
+    """
+
+    ARRAYS = ("obs", "next_obs", "actions", "rewards", "terminated", "ended")
+
+    def __init__(self, size: int, num_envs: int):
+        self.rows, self.num_envs = size // num_envs, num_envs
+        self.obs = torch.zeros(self.rows, num_envs, OBS_SIZE)  # (T, N, 14)
+        self.next_obs = torch.zeros(self.rows, num_envs, OBS_SIZE)  # (T, N, 14)
+        self.actions = torch.zeros(self.rows, num_envs, len(ACTION_LOW))  # (T, N, 3)
+        self.rewards = torch.zeros(self.rows, num_envs)  # (T, N), and so are the others
+        self.terminated = torch.zeros(self.rows, num_envs, dtype=torch.bool)
+        self.ended = torch.zeros(self.rows, num_envs, dtype=torch.bool)  # terminated or truncated
+        self.filled = self.head = 0  # rows there are, and where the next one goes
+
+    def __len__(self) -> int:
+        """Choices there are."""
+        return self.filled * self.num_envs
+
+    def add(self, obs, actions, answer: Answer) -> None:
+        """One choice of all cars, and what came of it."""
+        t = self.head
+        self.obs[t], self.actions[t] = obs, actions
+        self.next_obs[t], self.rewards[t] = torch.from_numpy(answer.next_obs), torch.from_numpy(answer.rewards)
+        self.terminated[t] = torch.from_numpy(answer.terminated)
+        self.ended[t] = torch.from_numpy(answer.terminated | answer.truncated)
+        self.head = (t + 1) % self.rows
+        self.filled = min(self.filled + 1, self.rows)
+
+    def cut(self) -> None:
+        """What comes next does not follow from what there is: the cars begin anew."""
+        if self.filled:
+            self.ended[self.head - 1] = True
+
+    def sample(
+        self, count: int, n_step: int, gamma: float, scale, generator: torch.Generator
+    ) -> dict[str, torch.Tensor]:
+        """`count` choices, each as likely, with the rewards of n from there on, or fewer where the episode ends.
+
+        -> obs, actions, rewards: their discounted sum, next_obs: what followed the last of them, and discounts: how much the
+        value of that counts, gamma^n, but 0 if the episode terminated: there is no future. A truncated episode would have
+        gone on, so it has one. `scale` (N,) multiplies the rewards.
+        """
+        oldest = self.head - self.filled
+        row = oldest + torch.randint(max(self.filled - n_step + 1, 1), (count,), generator=generator)
+        car = torch.randint(self.num_envs, (count,), generator=generator)
+        rewards, discounts, going_on = torch.zeros(count), torch.ones(count), torch.ones(count, dtype=torch.bool)
+        first = last = row % self.rows * self.num_envs + car
+        for k in range(min(n_step, self.filled)):
+            here = (row + k) % self.rows * self.num_envs + car
+            last = torch.where(going_on, here, last)
+            rewards += going_on * discounts * self.rewards.view(-1)[here]
+            discounts = torch.where(going_on, discounts * gamma, discounts)
+            going_on = going_on & ~self.ended.view(-1)[here]
+        return {
+            "obs": self.obs.view(-1, OBS_SIZE)[first],
+            "actions": self.actions.view(-1, len(ACTION_LOW))[first],
+            "rewards": rewards * scale[car],
+            "discounts": discounts * ~self.terminated.view(-1)[last],
+            "next_obs": self.next_obs.view(-1, OBS_SIZE)[last],
+        }
+
+    def save(self, path: Path) -> bool:
+        """Straight from the arrays to the file, without a second copy in memory; only the rows there are. -> whether it worked"""
+        arrays = {name: getattr(self, name)[: self.filled].numpy() for name in self.ARRAYS}
+        try:
+            with path.open("wb") as file:
+                np.savez(file, head=self.head, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            print(f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
+                  "Make room and training will try again.", file=sys.stderr, flush=True)  # fmt: skip
+            return False
+        return True
+
+    def load(self, path: Path) -> None:
+        """ValueError if the file is none of these, damaged, or of other sizes. No code in it is run."""
+        try:
+            with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+                for name in self.ARRAYS:
+                    there, found = getattr(self, name), torch.from_numpy(file[name])
+                    if found.shape[1:] != there.shape[1:] or found.dtype != there.dtype or len(found) > self.rows:
+                        raise ValueError(
+                            f"{name} has shape {tuple(found.shape)}, which does not fit {tuple(there.shape)}"
+                        )
+                    there[: len(found)] = found
+                self.filled, self.head = len(found), int(file["head"])
+        except (OSError, KeyError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"the replay buffer {path} is missing, damaged or of another run ({error}). Without it: --resume "
+                f"{path.parent / 'best.pt'}, which begins with an empty one"
+            ) from error
+
+
+def drive(envs, inputs: np.ndarray, ticks: int, gamma: float, stats: RaceStats) -> Answer:
+    """Give all cars these inputs for some ticks. What comes after the end of an episode belongs to the next, and to no answer."""
+    count = envs.num_envs
+    rewards, final_obs = np.zeros(count), {}
+    terminated, truncated, going_on = np.zeros(count, bool), np.zeros(count, bool), np.ones(count, bool)
+    for k in range(ticks):
+        obs, reward, term, trunc, infos = envs.step(inputs)
+        stats.step(infos)
+        rewards += going_on * gamma**k * reward
+        terminated |= going_on & term
+        truncated |= going_on & trunc
+        for i in np.flatnonzero(going_on & (term | trunc)):
+            final_obs[i] = infos["final_obs"][i]
+        going_on &= ~(term | trunc)
+    next_obs = obs.copy()
+    for i, last in final_obs.items():
+        next_obs[i] = last
+    return Answer(obs, next_obs, rewards, terminated, truncated)
+
+
+# ======================================================================================================================
+# Learning
+# ======================================================================================================================
+
+
+def soft_target(rewards, discounts, next_q1, next_q2, next_logprobs, alpha):
+    """What the critics should have said (B,): the measured rewards, then the lower of two opinions on what follows, which is
+    worth more the less predictable the driver stays."""
+    return rewards + discounts * (torch.minimum(next_q1, next_q2) - alpha * next_logprobs)
+
+
+def critic_loss(q1, q2, targets):
+    return 0.5 * ((q1 - targets).square().mean() + (q2 - targets).square().mean())
+
+
+def actor_loss(q1, q2, logprobs, alpha):
+    """Choose what the critics value, and stay random where that costs little."""
+    return (alpha * logprobs - torch.minimum(q1, q2)).mean()
+
+
+def alpha_loss(log_alpha, logprobs, target_entropy: float):
+    """The price of randomness rises while the entropy (-logprobs) is below its target, and falls while it is above."""
+    return -(log_alpha.exp() * (logprobs.mean() + target_entropy))
+
+
+def make_optimizers(agent: Agent, learning_rate: float) -> dict[str, torch.optim.Adam]:
+    """An Adam each for actor, critics and alpha; fused where this torch can do that on this device (4x as fast on a CPU)."""
+
+    def adam(parameters):
+        with contextlib.suppress(RuntimeError):
+            return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
+        return torch.optim.Adam(parameters, lr=learning_rate)
+
+    critics = [*agent.qf1.parameters(), *agent.qf2.parameters()]
+    return {"actor": adam(list(agent.actor.parameters())), "critic": adam(critics), "alpha": adam([agent.log_alpha])}
+
+
+def update(
+    agent: Agent, optimizers, batches: dict[str, tuple], args: Args, generator: torch.Generator, other_core
+) -> dict:
+    """As many updates as there are batches: tuples of tensors (B, ...), with observations normalised. -> mean losses
+
+    Critics and actor learn at the same time, on a core each. Neither looks at what the other is changing: the critics ask
+    the actor's target what it would do next, the actor asks the critics' targets what that is worth, and the targets move
+    when both are done. So the numbers do not depend on who is faster, and updating one never reaches the other's weights.
+    """
+    count, size = len(batches["obs"]), len(ACTION_LOW)
+    noise = torch.randn(2, count, args.batch_size, size, generator=generator)
+    critics = other_core.submit(
+        update_critics, agent, optimizers["critic"], batches, noise[0], agent.log_alpha.exp().item()
+    )
+    losses = update_actor(agent, optimizers["actor"], optimizers["alpha"], batches["obs"], noise[1], args)
+    losses |= critics.result()
+    agent.move_targets(1 - (1 - args.tau) ** count)
+    return losses
+
+
+def update_critics(agent: Agent, optimizer, batches: dict[str, tuple], noise, alpha: float) -> dict[str, float]:
+    """The critics' share of an update."""
+    losses = []
+    names = ("obs", "actions", "rewards", "discounts", "next_obs")
+    for mb_noise, *minibatch in zip(noise, *(batches[name] for name in names), strict=True):
+        mb_obs, mb_actions, mb_rewards, mb_discounts, mb_next_obs = minibatch
+        with torch.no_grad():
+            next_actions, next_logprobs = agent.sample(agent.actor_target, mb_next_obs, mb_noise)
+            next_q1, next_q2 = opinions(agent.qf1_target, agent.qf2_target, mb_next_obs, next_actions)
+            targets = soft_target(mb_rewards, mb_discounts, next_q1, next_q2, next_logprobs, alpha)
+        loss = critic_loss(*opinions(agent.qf1, agent.qf2, mb_obs, mb_actions), targets)
+        learn(optimizer, loss)
+        losses.append(loss.detach())
+    return {"train/critic_loss": torch.stack(losses).mean().item()}
+
+
+def update_actor(agent: Agent, optimizer, alpha_optimizer, batches_obs: tuple, noise, args: Args) -> dict[str, float]:
+    """The actor's share of an update, and alpha's: every policy_frequency-th batch."""
+    losses = []
+    every = slice(None, None, args.policy_frequency)
+    for mb_obs, mb_noise in zip(batches_obs[every], noise[every], strict=True):
+        alpha = agent.log_alpha.exp().detach()
+        actions, logprobs = agent.sample(agent.actor, mb_obs, mb_noise)
+        loss = actor_loss(*opinions(agent.qf1_target, agent.qf2_target, mb_obs, actions), logprobs, alpha)
+        learn(optimizer, loss)
+        price = alpha_loss(agent.log_alpha, logprobs.detach(), args.target_entropy)
+        if args.autotune:
+            learn(alpha_optimizer, price)
+        losses.append(torch.stack([loss.detach(), price.detach(), alpha, -logprobs.detach().mean()]))
+    names = ("train/actor_loss", "train/ent_coef_loss", "train/ent_coef", "train/entropy")
+    return dict(zip(names, torch.stack(losses).mean(0).tolist(), strict=True))
+
+
+def opinions(qf1, qf2, obs, actions):
+    """Both opinions on actions (B, 3) in [-1, 1] -> (B,), (B,)"""
+    x = torch.cat([obs, actions], dim=-1)
+    return qf1(x).squeeze(-1), qf2(x).squeeze(-1)
+
+
+def learn(optimizer, loss) -> None:
+    """One step down the gradient."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def check_finite(agent: Agent, metrics: dict, update: int) -> None:
+    """Learning that has blown up must not go on, nor reach a checkpoint."""
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise FloatingPointError(f"{name} has become {value} in update {update}")
+    for name, value in agent.state_dict().items():
+        if not torch.isfinite(value).all():
+            raise FloatingPointError(f"the weights {name} are no finite numbers after update {update}")
+
+
+# ======================================================================================================================
+# Evaluation
+# ======================================================================================================================
+
+
+@dataclasses.dataclass
+class Episode:
+    """One evaluation episode of one car."""
+
+    track: str
+    reward: float = 0.0
+    length: int = 0
+    terminated: bool = False
+    lap_ticks: list[int] = dataclasses.field(default_factory=list)
+    lap_ends: list[int] = dataclasses.field(default_factory=list)  # step counts
+    from_line: bool = True
+
+    @property
+    def first_lap(self) -> int | None:
+        """The lap from the standing start, in ticks."""
+        return self.lap_ticks[0] if self.from_line and self.lap_ticks else None
+
+    @property
+    def flying_laps(self) -> list[int]:
+        return self.lap_ticks[1:] if self.from_line else self.lap_ticks
+
+
+def evaluate(agent: Agent, envs: RacerVectorEnv, tracks, seed: int | None = None) -> tuple[list[Episode], np.ndarray]:
+    """One episode of every car, without noise. -> episodes, and the actions given (ticks, N, 3)"""
+    obs, infos = envs.reset(seed=seed)
+    on_line = envs.starts_on_line
+    episodes = [Episode(tracks[i % len(tracks)], from_line=on_line) for i in range(envs.num_envs)]
+    running, began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
+    lap, checkpoint, actions, drive = infos["lap"], infos["checkpoint"], [], agent.driver()
+    while running.any():
+        actions.append(drive(obs))
+        obs, rewards, terminated, truncated, infos = envs.step(actions[-1])
+        done = terminated | truncated
+        now = infos
+        if done.any():
+            now = {k: np.where(done, infos["final_info"][k], infos[k]) for k in ("lap", "checkpoint", "stepCount")}
+        for i in np.flatnonzero(running & (now["checkpoint"] == 0) & (checkpoint != 0)):
+            if now["lap"][i] > lap[i] and began[i] >= 0:
+                episodes[i].lap_ticks.append(int(now["stepCount"][i] - began[i]))
+                episodes[i].lap_ends.append(int(now["stepCount"][i]))
+            began[i] = now["stepCount"][i]
+        for i in np.flatnonzero(running):
+            episodes[i].reward += float(rewards[i])
+            episodes[i].length += 1
+            episodes[i].terminated = bool(terminated[i])
+        lap, checkpoint = infos["lap"], infos["checkpoint"]
+        running &= ~done
+    return episodes, np.array(actions)
+
+
+def score(episodes: list[Episode]) -> float:
+    """What `best.pt` is the best of: the mean reward. Slow laps, grass, walls and standing still all cost some."""
+    return float(np.mean([episode.reward for episode in episodes]))
+
+
+def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
+    laps = [ticks / TICKS_PER_SECOND for episode in episodes for ticks in episode.lap_ticks]
+    metrics = {
+        "eval/mean_reward": score(episodes),
+        "eval/mean_ep_length": float(np.mean([episode.length for episode in episodes])),
+        "eval/completion_rate": float(np.mean([bool(episode.lap_ticks) for episode in episodes])),
+    }
+    if laps:
+        metrics |= {"eval/mean_lap_time_sec": float(np.mean(laps)), "eval/best_lap_time_sec": min(laps)}
+    return metrics
+
+
+def summarize(episodes: list[Episode]) -> dict:
+    """The laps of several episodes on one track, in seconds."""
+    first = [e.first_lap / TICKS_PER_SECOND for e in episodes if e.first_lap is not None]
+    flying = [ticks / TICKS_PER_SECOND for e in episodes for ticks in e.flying_laps]
+    return {
+        "track": episodes[0].track,
+        "episodes": len(episodes),
+        "laps": sum(len(e.lap_ticks) for e in episodes),
+        "completion_rate": float(np.mean([bool(e.lap_ticks) for e in episodes])),
+        "to_the_end": float(np.mean([not e.terminated for e in episodes])),
+        "mean_reward": score(episodes),
+        "mean_length": float(np.mean([e.length for e in episodes])),
+        "first_lap_sec": float(np.mean(first)) if first else None,
+        "flying_lap_sec": float(np.median(flying)) if flying else None,
+        "best_lap_sec": min(first + flying) if first or flying else None,
+        "flying_spread_sec": max(flying) - min(flying) if flying else None,
+    }
+
+
+def lap_time(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{seconds:.3f} s"
+
+
+def describe(result: dict) -> str:
+    """A summary as a line of text."""
+    if not result["laps"]:
+        return f"{result['track']}: no lap, reward {result['mean_reward']:.3f}"
+    return (
+        f"{result['track']}: flying lap {lap_time(result['flying_lap_sec'])} (best {lap_time(result['best_lap_sec'])}), "
+        f"first lap {lap_time(result['first_lap_sec'])}, {result['laps'] / result['episodes']:g} laps an episode, "
+        f"reward {result['mean_reward']:.3f}"
+    )
+
+
+def draw_best_lap(episodes: list[Episode], actions: np.ndarray, config: dict, with_replay: bool):
+    """Pictures of the fastest lap among the episodes: -> (H, W, 3), GIF or None. Nothing if no lap was driven here.
+
+    The lap is driven again on the embedded engine, which knows where the car is (the bridge does not tell).
+    """
+    laps = [(ticks, i, k) for i, e in enumerate(episodes) for k, ticks in enumerate(e.lap_ticks)]
+    if not laps or not all(e.from_line for e in episodes):
+        return None, None
+    ticks, car, k = min(laps)
+    end = episodes[car].lap_ends[k]
+    painter, x, y, heading, speed = drive_again(episodes[car].track, config, actions[:end, car])
+    lap = slice(end - ticks, end + 1)
+    way = np.stack([x[lap], y[lap]], axis=1)
+    title = f"{painter.track.name}  {ticks / TICKS_PER_SECOND:.3f} s"
+    gif = lap_replay(painter.smaller(480), way, heading[lap], speed[lap]) if with_replay else None
+    return racing_line(painter, way, speed[lap], title), gif
+
+
+# ======================================================================================================================
+# Checkpoint
+# ======================================================================================================================
+
+
+def pack(value):
+    """NumPy arrays as tensors, through dicts: a checkpoint holds tensors and plain values only, so it can load without code."""
+    if isinstance(value, dict):
+        return {key: pack(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        if value.dtype == np.uint64:  # which older versions of torch do not save
+            return {"uint64": torch.from_numpy(value.view(np.int64).copy())}
+        return torch.from_numpy(value.copy())
+    return value
+
+
+def unpack(value):
+    if isinstance(value, dict):
+        if set(value) == {"uint64"}:
+            return value["uint64"].numpy().view(np.uint64)
+        return {key: unpack(item) for key, item in value.items()}
+    return value.numpy() if isinstance(value, torch.Tensor) else value
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> bool:
+    """Write a checkpoint whole or not at all: to a file beside it, then into place. -> whether it worked
+
+    A disk that is full must not cost the run, nor the checkpoint there is.
+    """
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        print(f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
+              "Make room and training will try again.", file=sys.stderr, flush=True)  # fmt: skip
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return True
+
+
+def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
+    """A checkpoint of this trainer from a file or a run folder. No code in it is run. ValueError if it is not one."""
+    path = Path(path)
+    if path.is_dir():
+        names = [prefer, "checkpoint.pt", "best.pt"]
+        found = [path / name for name in names if (path / name).exists()]
+        if not found:
+            raise ValueError(f"the folder {path} holds no checkpoint (yet); give a run folder or a .pt file")
+        path = found[0]
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder, e.g. {Args.run_dir}/NAME")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds: truncated, no checkpoint at all, a pickle with code in it
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. "
+            f"Take another: the run folder's {'best.pt' if path.name != 'best.pt' else 'checkpoint.pt'}, say"
+        ) from error
+    if not isinstance(checkpoint, dict) or "algorithm" not in checkpoint or "format" not in checkpoint:
+        raise ValueError(f"{path} is a file of torch, but not a checkpoint of {ALGORITHM}_racer.py")
+    if checkpoint["algorithm"] != ALGORITHM:
+        raise ValueError(
+            f"{path} is a checkpoint of {checkpoint['algorithm']}; load it with {checkpoint['algorithm']}_racer.py"
+        )
+    if not isinstance(checkpoint["format"], int) or checkpoint["format"] > CHECKPOINT_FORMAT:
+        raise ValueError(
+            f"{path} has format {checkpoint['format']}, this program knows up to {CHECKPOINT_FORMAT}: a newer one wrote it; update"
+        )
+    lacking = [key for key in CHECKPOINT_KEYS if key not in checkpoint]
+    settings = {field.name for field in dataclasses.fields(Args)} - set(NOT_SETTINGS)
+    if not lacking and set(checkpoint["args"]) != settings:
+        lacking = sorted(set(checkpoint["args"]) ^ settings)
+    if lacking:
+        raise ValueError(f"{path} is no whole checkpoint of this version: {', '.join(lacking)} missing or unknown")
+    return checkpoint
+
+
+def restore_agent(checkpoint: dict, path: Path) -> Agent:
+    """The driver in a checkpoint."""
+    agent = Agent(hidden=int(checkpoint["args"]["hidden"]))
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        raise ValueError(f"{path} holds networks of other sizes than this program makes: {error}") from error
+    return agent
+
+
+def saved_args(args: Args) -> dict:
+    """Args as plain values, for a checkpoint or JSON; files by their full path, so that a run can go on from elsewhere."""
+
+    def plain(value):
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, Path) or (isinstance(value, str) and value.lower().endswith(".json")):
+            return str(Path(value).resolve())
+        return value
+
+    return {name: plain(value) for name, value in dataclasses.asdict(args).items() if name not in NOT_SETTINGS}
+
+
+def resumed_args(given: Args, saved: dict) -> Args:
+    """The settings of the run that goes on. Only how long it runs and what it leaves behind may change."""
+    settings = dict(saved)
+    for name in ("track_id", "bridge_url"):
+        settings[name] = tuple(settings[name])
+    for name in ("config_path", "run_dir"):
+        settings[name] = Path(settings[name]) if settings[name] is not None else None
+    may_change = {*MAY_CHANGE, *(["bridge_url"] if settings["bridge_url"] else [])}  # the game may have moved
+    asked = saved_args(given)
+    for name in given.given - set(NOT_SETTINGS):
+        if asked[name] != saved[name] and name not in may_change:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {asked[name]}, but the run to resume has {saved[name]}, and that cannot change "
+                "in mid-run; leave it out, or start a new run"
+            )
+        settings[name] = getattr(given, name)
+    return Args(**settings, resume=given.resume)
+
+
+# ======================================================================================================================
+# The run: folder, clock, progress
+# ======================================================================================================================
+
+
+class Clock:
+    """Where the time goes: `with clock("learning"): ...` adds up per name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._stack: list[tuple[str, float]] = []
+
+    def __call__(self, name: str) -> Clock:
+        self._stack.append((name, time.perf_counter()))
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        name, began = self._stack.pop()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Stop:
+    """Ctrl+C and SIGTERM ask for an orderly end: the update under way is finished, a checkpoint written. Twice: at once."""
+
+    def __init__(self):
+        self.signal: int | None = None
+        self._before: dict = {}
+
+    def __enter__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not in the main thread: somebody else has the signals
+                self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def _ask(self, number, _frame) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("\nstopping: finishing this update, then saving (once more to stop at once)", file=sys.stderr, flush=True)
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def make_run_folder(args: Args) -> Path:
+    """runs/NAME with the settings, the versions and the commit that made it."""
+    tracks = "-".join(Path(track).stem for track in args.track_id)
+    name = args.run_name or f"{ALGORITHM}-{tracks}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = args.run_dir / name
+    if args.run_name and (folder / "checkpoint.pt").exists():
+        raise ValueError(f"{folder} already holds a run; go on with it (--resume {folder}) or give another --run-name")
+    number = 2
+    while not args.run_name and folder.exists():
+        folder, number = args.run_dir / f"{name}-{number}", number + 1
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "args.json").write_text(json.dumps({"args": saved_args(args), **provenance()}, indent=2))
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be written ({error.strerror}); choose another --run-dir"
+        ) from error
+    return folder
+
+
+def provenance() -> dict:
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    versions |= {"gymnasium": gymnasium.__version__, "system": platform.platform()}
+    try:
+        here = Path(__file__).resolve().parent
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        commit = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=5).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    return {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "commit": commit, "versions": versions}
+
+
+class Nowhere(io.TextIOBase):
+    """Where print goes when nobody is listening."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print; and if nobody is listening any more (`| head`), be silent from then on rather than end the run."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        sys.stdout = Nowhere()
+
+
+class Progress:
+    """A line that stays in place in a terminal; now and then a plain line where the output is a file or a pipe."""
+
+    REFRESH_S = 0.2
+
+    def __init__(self, total: int, first_step: int):
+        self.total, self.first_step, self.began = total, first_step, time.perf_counter()
+        self.live = sys.stdout.isatty()
+        self._next_line, self._next_refresh = first_step, 0.0
+
+    def show(self, steps: int, stats: RaceStats, metrics: dict) -> None:
+        now = time.perf_counter()
+        if now < self._next_refresh if self.live else steps < self._next_line:
+            return
+        self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
+        rate = (steps - self.first_step) / max(now - self.began, 1e-9)
+        left = round(max(self.total - steps, 0) / max(rate, 1e-9))
+        lap = "no lap yet" if math.isinf(stats.best_lap_sec) else f"best lap {stats.best_lap_sec:.2f} s"
+        share = metrics.get("racer/completion_rate")
+        completion = "" if share is None else f"  {share:4.0%} lapped"
+        text = f"{steps:>11,} steps {steps / self.total:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left  {lap}{completion}"
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            say(f"\r{text[:width]:<{width}}", end="")
+        else:
+            say(text)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.live:
+            text = f"\r{text:<{shutil.get_terminal_size().columns - 1}}"
+        say(text)
+
+
+# ======================================================================================================================
+# Train
+# ======================================================================================================================
+
+
+class Run:
+    """Everything a run consists of, and its way into a checkpoint and back. What happens with it stands in `train`."""
+
+    def __init__(self, args: Args):
+        torch.set_num_threads(args.threads)
+        torch.manual_seed(args.seed)
+        self.args, self.clock, self.session_began = args, Clock(), time.perf_counter()
+        self.generator = torch.Generator().manual_seed(args.seed)
+        env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": args.bridge_url or None}
+        # The bridge first: if it cannot serve, say so before anything else is made.
+        self.envs = RacerVectorEnv(args.num_envs, **env, start=args.start, stagger=True)
+        try:
+            self.envs.check()
+            self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
+        except BaseException:
+            self.envs.close()
+            raise
+        self.agent = Agent(args.hidden, args.init_std, args.init_throttle, args.init_alpha)
+        self.optimizers = make_optimizers(self.agent, args.learning_rate)
+        self.scaler = RewardScaler(args.num_envs, args.gamma**args.action_repeat, len(args.track_id))
+        self.buffer = ReplayBuffer(args.buffer_size, args.num_envs)
+        self.other_cores = ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[args.threads])
+        self.stats = RaceStats(args.num_envs, self.envs.config["episode"]["maxSteps"], args.start == "grid")
+        self.iteration = self.steps = 0
+        self.seconds_before = 0.0  # in sessions before this one
+        self.best = {"score": -math.inf, "step": 0, "episodes": []}
+        self.best_laps: tuple[list[Episode], np.ndarray] | None = None  # of this session, for pictures
+        self.published_beaten: dict | None = None
+
+    def begin(self) -> None:
+        obs, infos = self.envs.reset(seed=self.args.seed)
+        self.obs = torch.from_numpy(obs)  # (N, 14) where the cars are
+        self.stats.begin(infos)
+
+    def open_folder(self, folder: Path, resumed: bool) -> None:
+        args = self.args
+        self.folder = folder
+        for leftover in folder.glob("*.tmp"):  # of a run that was killed while it wrote
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        self.logger = MetricsLogger(folder, self.steps if resumed else None, tensorboard=args.tensorboard)
+        rows = [f"| {name} | {value} |" for name, value in saved_args(args).items()]
+        self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
+        self.progress = Progress(args.total_timesteps, self.steps)
+        where = f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
+        going_on = f", going on from step {self.steps:,}" if resumed else ""
+        self.progress.say(f"{folder}: {args.num_envs} cars on {', '.join(args.track_id)}{where}{going_on}")
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken, all sessions together."""
+        return self.seconds_before + time.perf_counter() - self.session_began
+
+    @property
+    def finished(self) -> bool:
+        return self.iteration >= self.args.num_iterations
+
+    def due(self, every: int) -> bool:
+        """Whether the last iteration went past a multiple of so many steps, or was the last."""
+        return self.finished or self.steps // every > (self.steps - self.args.steps_per_iteration) // every
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self.stats.log(self.logger)
+        metrics = {**metrics, "time/fps": self.steps / self.seconds}
+        for name, seconds in self.clock.seconds.items():
+            metrics[f"time/{name}_sec"] = seconds
+        for name, value in metrics.items():
+            self.logger.record(name, value)
+
+    def save(self) -> bool:
+        """checkpoint.pt and its replay buffer as a pair: the buffer first, under a new name, then the checkpoint that names it,
+        and only then the old buffer goes. Wherever this ends, there is a checkpoint and the buffer it names."""
+        with self.clock("checkpoints"):
+            name = f"buffer-{self.steps}-{secrets.token_hex(4)}.npz" if self.args.save_buffer else None
+            saved = name is None or self.buffer.save(self.folder / name)
+            saved = saved and save_checkpoint(self.folder / "checkpoint.pt", self.get_state(name))
+            for file in self.folder.glob("buffer-*.npz"):
+                if file.name != name if saved else file.name == name:
+                    with contextlib.suppress(OSError):
+                        file.unlink()
+            return saved
+
+    def get_state(self, buffer_file: str | None = None) -> dict:
+        embedded = not self.args.bridge_url
+        return {
+            "algorithm": ALGORITHM,
+            "format": CHECKPOINT_FORMAT,
+            "args": saved_args(self.args),
+            "agent": {name: value.clone() for name, value in self.agent.state_dict().items()},
+            "optimizers": {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in self.optimizers.items()},
+            "scaler": pack(self.scaler.get_state()),
+            "stats": pack(self.stats.get_state()),
+            "envs": pack(self.envs.get_state()) if embedded else None,
+            "config": self.envs.config,
+            "generator": self.generator.get_state(),
+            "counters": {"iteration": self.iteration, "steps": self.steps, "seconds": self.seconds},
+            "best": self.best,
+            "published_beaten": self.published_beaten,
+            "buffer": buffer_file,
+        }
+
+    def set_state(self, checkpoint: dict, folder: Path) -> None:
+        if checkpoint["config"] != self.envs.config:
+            raise ValueError(
+                f"the rewards or limits in {self.args.config_path or DEFAULT_CONFIG_PATH} are not those the run to resume "
+                f"was begun with ({json.dumps(checkpoint['config'])}); put them back, or start a new run"
+            )
+        try:
+            self.agent.load_state_dict(checkpoint["agent"])
+            for name, optimizer in self.optimizers.items():
+                optimizer.load_state_dict(checkpoint["optimizers"][name])
+            self.scaler.set_state(unpack(checkpoint["scaler"]))
+            self.generator.set_state(checkpoint["generator"])
+            counters = checkpoint["counters"]
+            self.iteration, self.steps, self.seconds_before = (
+                counters["iteration"],
+                counters["steps"],
+                counters["seconds"],
+            )
+            self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
+            self.stats.set_state(unpack(checkpoint["stats"]))
+            if checkpoint["buffer"] is not None:
+                self.buffer.load(folder / Path(checkpoint["buffer"]).name)
+            else:
+                say("no replay buffer was saved with this checkpoint: the driver fills a new one with "
+                    f"{self.args.learning_starts:,} steps first, and ends elsewhere than an unbroken run")  # fmt: skip
+            if checkpoint["envs"] is None:  # the real game begins new episodes
+                self.stats.forget_episodes()
+                self.begin()
+                self.buffer.cut()
+            else:
+                self.obs = torch.from_numpy(self.envs.set_state(unpack(checkpoint["envs"])))
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"this checkpoint does not fit this program or its settings: {error!r}") from error
+
+    def close(self) -> None:
+        self.other_cores.shutdown()
+        self.envs.close()
+        self.eval_envs.close()
+        if hasattr(self, "logger"):
+            self.logger.close()
+
+
+def start_run(args: Args) -> Run:
+    """A new run, or the one in --resume as it stood."""
+    checkpoint = None
+    if args.resume is not None:
+        checkpoint = load_checkpoint(args.resume)
+        args = resumed_args(args, checkpoint["args"])
+    run = Run(args)
+    try:
+        if checkpoint is None:
+            folder = make_run_folder(args)
+            run.begin()
+        else:
+            folder = args.resume if args.resume.is_dir() else args.resume.parent
+            run.set_state(checkpoint, folder)
+        run.open_folder(folder, resumed=checkpoint is not None)
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+def train(args: Args) -> dict:
+    """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
+    run = start_run(args)
+    args, stopped = run.args, None
+    try:
+        with Stop() as stop:
+            while not run.finished and stopped is None:
+                metrics = learn_once(run)
+                with run.clock("logging"):
+                    run.log(metrics)
+                if run.due(args.eval_every):
+                    with run.clock("evaluation"):
+                        evaluate_run(run)
+                with run.clock("logging"):
+                    run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
+                stopped = stop.signal
+                if run.due(args.checkpoint_every) or stopped is not None:
+                    run.save()
+        return report(run, stopped)
+    except BridgeError as error:
+        error.saved_in = run.folder if run.save() else None  # as after the last update; what was driven since is lost
+        raise
+    finally:
+        run.close()
+
+
+def learn_once(run: Run) -> dict[str, float]:
+    """Some choices of all cars, and what is learned meanwhile. -> metrics"""
+    args = run.args
+    rate = args.learning_rate * (1 - run.iteration / args.num_iterations if args.anneal_lr else 1)
+    for optimizer in run.optimizers.values():
+        optimizer.param_groups[0]["lr"] = rate
+    losses = [drive_and_learn(run) for _ in range(args.choices_per_iteration)]
+    losses = [loss for loss in losses if loss]
+    metrics = {name: float(np.mean([loss[name] for loss in losses])) for name in (losses[0] if losses else ())}
+    metrics["train/learning_rate"] = rate
+    run.iteration += 1
+    run.steps += args.steps_per_iteration
+    return metrics
+
+
+def drive_and_learn(run: Run) -> dict[str, float]:
+    """All cars do what the actor chooses, for action_repeat ticks; while they drive, actor and critics learn from what is in
+    the buffer already. The slower of the two is waited for: no step is driven twice, none is learned from before its time."""
+    args, agent, buffer, clock = run.args, run.agent, run.buffer, run.clock
+    with clock("policy"):
+        actions = agent.act(run.obs, torch.randn(args.num_envs, len(ACTION_LOW), generator=run.generator))
+        inputs = to_inputs(actions.numpy())
+    driving = run.other_cores.submit(drive, run.envs, inputs, args.action_repeat, args.gamma, run.stats)
+    losses = {}
+    if args.updates and len(buffer) * args.action_repeat >= args.learning_starts and buffer.filled >= args.n_step:
+        with clock("learning"):
+            batches = sample_batches(agent, buffer, run.scaler, args, run.generator)
+            losses = update(agent, run.optimizers, batches, args, run.generator, run.other_cores)
+            check_finite(agent, losses, run.iteration + 1)
+    with clock("environment"):
+        answer = driving.result()
+    buffer.add(run.obs, actions, answer)
+    run.scaler.update(answer.rewards[None], (answer.terminated | answer.truncated)[None])
+    if run.steps < args.norm_steps:
+        agent.update_normalizer(run.obs)
+    run.obs = torch.from_numpy(answer.obs)
+    return losses
+
+
+def sample_batches(agent: Agent, buffer: ReplayBuffer, scaler: RewardScaler, args: Args, generator) -> dict[str, tuple]:
+    """What the next updates learn from, drawn at once: name -> as many tensors (B, ...) as there are updates."""
+    scale = torch.from_numpy((1 / scaler.deviation).astype(np.float32))
+    gamma = args.gamma**args.action_repeat
+    samples = buffer.sample(args.updates * args.batch_size, args.n_step, gamma, scale, generator)
+    for name in ("obs", "next_obs"):
+        samples[name] = agent.normalize(samples[name])
+    return {name: values.split(args.batch_size) for name, values in samples.items()}
+
+
+def evaluate_run(run: Run) -> None:
+    """Drive an episode per track without noise; keep the driver if it is the best so far, and draw its best lap."""
+    args, folder, logger = run.args, run.folder, run.logger
+    episodes, actions = evaluate(run.agent, run.eval_envs, args.track_id)
+    since_start = run.seconds_before + time.perf_counter() - PROCESS_START_S
+    for name, value in eval_metrics(episodes).items():
+        logger.record(name, value)
+    for episode in episodes:
+        run.progress.say(f"{run.steps:>11,} steps  {since_start:5.1f} s  {describe(summarize([episode]))}")
+        mark = PUBLISHED_LAP_TICKS.get(episode.track)
+        if mark and run.published_beaten is None and min(episode.flying_laps, default=mark) < mark:
+            lap = {"track": episode.track, "ticks": min(episode.flying_laps)}
+            run.published_beaten = {**lap, "steps": run.steps, "seconds": since_start}
+    if score(episodes) > run.best["score"]:
+        results = [summarize([episode]) for episode in episodes]
+        run.best = {"score": score(episodes), "step": run.steps, "episodes": results}
+        run.best_laps = episodes, actions
+        save_checkpoint(folder / "best.pt", run.get_state())
+        show_lap(run, with_replay=False)
+    if run.finished:
+        if run.best_laps is None and (folder / "best.pt").exists():  # the best driver is of an earlier session
+            best = restore_agent(load_checkpoint(folder / "best.pt"), folder)
+            run.best_laps = evaluate(best, run.eval_envs, args.track_id)
+        show_lap(run, with_replay=True)
+
+
+def show_lap(run: Run, with_replay: bool) -> None:
+    """The best driver's best lap as a racing line, or as a replay, to TensorBoard and the run folder. Never a reason to stop."""
+    if run.best_laps is None:
+        return
+    try:
+        picture, gif = draw_best_lap(*run.best_laps, run.envs.config, with_replay)
+        if with_replay and gif is not None:
+            run.logger.animation("eval/replay", gif, run.steps)
+            (run.folder / "replay.gif").write_bytes(gif)
+        elif picture is not None:
+            run.logger.picture("eval/racing_line", picture, run.steps)
+            save_picture(run.folder / "racing_line.png", picture)
+    except Exception as error:  # no Pillow, no room: it is only a picture
+        warnings.warn(f"no picture of the best lap ({error!r}); training goes on", stacklevel=2)
+
+
+def save_picture(path: Path, picture: np.ndarray) -> None:
+    from PIL import Image
+
+    Image.fromarray(picture).save(path)
+
+
+def report(run: Run, stopped: int | None) -> dict:
+    """The summary at the end: what was reached, where it is, what to type next."""
+    args, folder, clock, finished, seconds = run.args, run.folder, run.clock, run.finished, run.seconds
+    total = sum(clock.seconds.values())
+    in_loop = total - clock.seconds.get("evaluation", 0.0)
+    driven = run.steps - run.progress.first_step
+    rate = driven / max(in_loop, 1e-9)
+    if not driven:
+        say(
+            f"\nnothing to do: the run is at {run.steps:,} of {args.total_timesteps:,} steps; a larger --total-timesteps extends it"
+        )
+    waited = time.perf_counter() - PROCESS_START_S
+    say(f"\n\n{'done' if finished else 'stopped'}: {run.steps:,} steps in {seconds:.1f} s ({waited:.1f} s since the start of "
+        f"the process), {rate:,.0f} steps/s without evaluation")  # fmt: skip
+    shares = sorted(clock.seconds.items(), key=lambda item: -item[1])
+    say("time      " + ", ".join(f"{name} {s:.1f} s ({s / max(total, 1e-9):.0%})" for name, s in shares))
+    if run.best["episodes"]:
+        say(f"best      at step {run.best['step']:,}")
+        for result in run.best["episodes"]:
+            say(f"          {describe(result)}")
+    if run.published_beaten:
+        beaten = run.published_beaten
+        mark, lap = (ticks / TICKS_PER_SECOND for ticks in (PUBLISHED_LAP_TICKS[beaten["track"]], beaten["ticks"]))
+        say(f"          first lap under the published driver's {mark:.3f} s: {lap:.3f} s, seen {beaten['seconds']:.1f} s after "
+            f"the start of the process, at {beaten['steps']:,} steps")  # fmt: skip
+    command = f"python {shlex.quote(os.path.relpath(__file__))}"
+    files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line.png", "replay.gif")
+    there = [name for name in files if (folder / name).exists()]
+    say(f"files     {folder}: {', '.join(there)}")
+    if not finished:
+        say(f"go on     {command} --resume {shlex.quote(str(folder))}")
+    if "best.pt" in there:
+        say(f"evaluate  {command} --evaluate {shlex.quote(str(folder / 'best.pt'))}")
+    say(f"look      tensorboard --logdir {shlex.quote(str(folder.parent))}")
+    return {
+        "run_folder": str(folder),
+        "steps": run.steps,
+        "seconds": seconds,
+        "steps_per_sec": rate,
+        "clock": dict(clock.seconds),
+        "best": run.best,
+        "published_beaten": run.published_beaten,
+        "finished": finished,
+        "signal": stopped,
+    }
+
+
+# ======================================================================================================================
+# Evaluate a checkpoint, and the command line
+# ======================================================================================================================
+
+
+def evaluate_checkpoint(args: Args) -> list[dict]:
+    """`--evaluate`: lap times of a trained driver, on the tracks of its training unless others are given."""
+    if args.json and not args.json.resolve().parent.is_dir():
+        raise ValueError(f"--json {args.json}: there is no such folder; make it first")
+    checkpoint = load_checkpoint(args.evaluate, prefer="best.pt")
+    agent = restore_agent(checkpoint, args.evaluate)
+    tracks = args.track_id if "track_id" in args.given else tuple(checkpoint["args"]["track_id"])
+    config_path = args.config_path or checkpoint["args"]["config_path"]
+    print(
+        f"{args.evaluate}: trained for {checkpoint['counters']['steps']:,} steps on {', '.join(checkpoint['args']['track_id'])}"
+    )
+    results = []
+    for track in tracks:
+        envs = RacerVectorEnv(args.episodes, track, config_path, args.bridge_url or None, args.start)
+        try:
+            episodes, _ = evaluate(agent, envs, [track], seed=args.seed)
+        finally:
+            envs.close()
+        results.append(summarize(episodes))
+        result = results[-1]
+        print(f"\n{track}: {args.episodes} episodes from {'the grid' if args.start == 'grid' else 'anywhere'}")
+        print(f"  laps            {result['laps']} ({result['completion_rate']:.0%} of episodes with one, "
+              f"{result['to_the_end']:.0%} driven to the end)")  # fmt: skip
+        print(f"  first lap       {lap_time(result['first_lap_sec'])} from standing")
+        print(
+            f"  flying lap      {lap_time(result['flying_lap_sec'])} median, spread {lap_time(result['flying_spread_sec'])}"
+        )
+        print(f"  best lap        {lap_time(result['best_lap_sec'])}")
+        print(f"  reward          {result['mean_reward']:.3f} over {result['mean_length']:,.0f} ticks")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    return results
+
+
+def main() -> int:
+    args = tyro.cli(Args, description=__doc__)
+    words = {word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in sys.argv[1:]}
+    args.given = {field.name for field in dataclasses.fields(Args)} & words
+    program = Path(__file__).name
+    try:
+        if "bridge_url" in args.given and not args.bridge_url:
+            raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
+        if args.evaluate is not None:
+            evaluate_checkpoint(args)
+            return 0
+        result = train(args)
+    except BridgeError as error:
+        print(f"\n{program}: {error}", file=sys.stderr)
+        if getattr(error, "saved_in", None):
+            print(f"Saved; go on with: python {program} --resume {shlex.quote(str(error.saved_in))}", file=sys.stderr)
+        return EXIT_BRIDGE
+    except FloatingPointError as error:
+        print(f"\n{program}: {error}. Learning has blown up, and nothing of that was saved: the last checkpoint is from before. "
+              "Start again with a smaller --learning-rate or --max-grad-norm", file=sys.stderr)  # fmt: skip
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"\n{program}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{program}: stopped at once; the last checkpoint is the one to --resume", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if result["finished"] or result["signal"] is None:
+        return 0
+    return EXIT_TERMINATED if result["signal"] == signal.SIGTERM else EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
