@@ -1,6 +1,6 @@
 """PPO for the top-down racer, whole in this file: from nothing to a driver better than the game's published one.
 
-    python ppo_racer.py --total-timesteps 2000000                    # about 16 s: laps of 6.5 s on track-01
+    python ppo_racer.py --total-timesteps 2000000                    # about 15 s: laps of 6.5 s on track-01
     python ppo_racer.py --track-id track-03 --total-timesteps 4000000
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
@@ -1033,6 +1033,8 @@ class Run:
                 self.begin()
             else:
                 self.storage.obs[-1] = torch.from_numpy(self.envs.set_state(unpack(checkpoint["envs"])))
+        except BridgeError:
+            raise
         except (KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"this checkpoint does not fit this program or its settings: {error!r}") from error
 
@@ -1274,7 +1276,7 @@ def main() -> int:
         return EXIT_BRIDGE
     except FloatingPointError as error:
         print(f"\n{program}: {error}. Learning has blown up, and nothing of that was saved: the last checkpoint is from before. "
-              "Start again with a smaller --learning-rate or --max-grad-norm", file=sys.stderr)  # fmt: skip
+              "Start again with a smaller --learning-rate", file=sys.stderr)  # fmt: skip
         return 1
     except (ValueError, OSError) as error:
         print(f"\n{program}: {error}", file=sys.stderr)

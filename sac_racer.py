@@ -1,6 +1,6 @@
 """SAC for the top-down racer, whole in this file: the driver that needs the fewest steps, for games that are slow.
 
-    python sac_racer.py                                              # @@
+    python sac_racer.py                                              # @@T1
     python sac_racer.py --num-envs 8                                 # few cars, much learning: as on a bridge
     python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python sac_racer.py --resume runs/NAME                           # go on, bit for bit, after any interruption
@@ -94,7 +94,7 @@ class Args:
 
     # -- run
     total_timesteps: MaybeInt = None
-    """environment steps of the whole run, all cars together (default 1,000,000; 200,000 with few cars)"""
+    """environment steps of the whole run, all cars together (default 1,000,000; 120,000 with up to 16 cars)"""
     seed: int = 1
     """seed of everything random: same seed, same command, same numbers"""
     threads: int = 1
@@ -120,8 +120,7 @@ class Args:
     num_envs: MaybeInt = None
     """cars driven at once (default 64; 8 on a bridge, where every car is a connection)"""
     action_repeat: int = 4
-    """ticks a choice is kept while learning: what one tick's input does is too little to tell good from bad. The driver that
-    comes out chooses every tick"""
+    """ticks a choice is kept while learning: one tick does too little to tell good from bad (the finished driver does not)"""
 
     # -- algorithm
     gamma: float = 0.97
@@ -151,13 +150,13 @@ class Args:
     anneal_lr: bool = True
     """let the learning rate fall to 0 over the run"""
     buffer_size: MaybeInt = None
-    """choices kept to learn from (default 30,000: recent ones teach faster laps; 100,000 with few cars, where they are dear)"""
+    """choices kept to learn from; keeping only recent ones gave faster laps (default 30,000; 10,000 with few cars)"""
     learning_starts: int = 5_000
-    """steps driven before learning begins"""
+    """steps driven before learning begins, or until the buffer is full"""
     batch_size: int = 256
     """samples per optimiser step"""
-    updates: MaybeInt = None
-    """optimiser steps of the critics after every choice, made while the cars drive (default 8; @@ with few cars)"""
+    updates: int = 8
+    """optimiser steps of the critics after every choice of all cars, made while the cars drive"""
     policy_frequency: int = 2
     """updates of the critics per update of the actor"""
 
@@ -173,7 +172,7 @@ class Args:
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
     log_every: MaybeInt = None
-    """steps between rows of metrics (default 20,000; 2,000 with few cars)"""
+    """steps between rows of metrics; stopping, saving and evaluating wait for one (default 20,000; 2,000 with few cars)"""
     save_buffer: bool = True
     """save the replay buffer beside checkpoint.pt; without it a resumed run has to fill a new one first"""
 
@@ -185,9 +184,8 @@ class Args:
         few_cars = self.num_envs <= FEW_CARS  # so steps are dear, or the user wants to make the most of them
         for name, many, few in (
             ("track_id", ("track-01",), ("track-01",)),
-            ("total_timesteps", 1_000_000, 200_000),
-            ("buffer_size", 30_000, 100_000),
-            ("updates", 8, 8),
+            ("total_timesteps", 1_000_000, 120_000),
+            ("buffer_size", 30_000, 10_000),
             ("log_every", 20_000, 2_000),
             ("eval_every", 100_000, 10_000),
             ("checkpoint_every", 100_000, 10_000),
@@ -197,6 +195,7 @@ class Args:
         if self.hidden is None:
             self.hidden = 64 if len(self.track_id) == 1 else 96
         self._check_ranges()
+        self.log_every = min(self.log_every, self.eval_every, self.checkpoint_every, self.total_timesteps)
         if self.num_envs < len(self.track_id):
             raise ValueError(
                 f"--num-envs is {self.num_envs}, but there are {len(self.track_id)} tracks; each needs a car at least"
@@ -205,6 +204,10 @@ class Args:
             raise ValueError(
                 f"--buffer-size is {self.buffer_size}, but {self.num_envs} cars make {self.num_envs * self.n_step} choices in "
                 f"--n-step {self.n_step}: make it larger"
+            )
+        if self.updates % self.policy_frequency:
+            raise ValueError(
+                f"--updates is {self.updates}, which is no multiple of --policy-frequency {self.policy_frequency}: make it one"
             )
         if self.resume is not None and self.evaluate is not None:
             raise ValueError("--resume goes on training and --evaluate does not train; give one of them")
@@ -227,9 +230,10 @@ class Args:
             ),
             *((name, 0, 1e9) for name in ("norm_steps", "learning_starts", "updates")),
             ("gamma", 0, 1),
-            *((name, 1e-9, 1e9) for name in ("learning_rate", "init_std", "init_alpha")),
+            *((name, 1e-9, 1e9) for name in ("learning_rate", "init_alpha")),
+            ("init_std", 0.01, 2.5),  # well inside LOG_STD_RANGE
             ("tau", 1e-9, 1),
-            ("target_entropy", -1e3, 1e3),
+            ("target_entropy", -1e3, 2),
             ("init_throttle", -100, 100),
             ("seed", 0, 2**53),
             ("threads", 1, 1024),
@@ -274,7 +278,9 @@ class Agent(nn.Module):
         self.actor = actor_net(hidden, size)
         throttle = math.atanh(min(max(2 * init_throttle - 1, -MOST_THROTTLE), MOST_THROTTLE))
         with torch.no_grad():
-            self.actor[-1].bias.copy_(torch.tensor([0.0, throttle, -throttle, *[math.log(init_std)] * size]))
+            self.actor[-1].bias.copy_(
+                torch.tensor([0.0, throttle, -math.atanh(MOST_THROTTLE), *[math.log(init_std)] * size])
+            )
         self.qf1, self.qf2 = (critic_net(hidden, size) for _ in range(2))
         self.log_alpha = nn.Parameter(torch.tensor(math.log(init_alpha)))
         # What actor and critics see of each other. It moves between updates, see `move_targets`.
@@ -283,7 +289,8 @@ class Agent(nn.Module):
         )
         self.register_buffer("obs_mean", torch.tensor(OBS_MEAN))
         self.register_buffer("obs_var", torch.tensor(OBS_STD).square())
-        self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
+        # --norm-steps adds to these; they count as many, for the first cars all stand on the grid
+        self.register_buffer("obs_count", torch.tensor(1000.0, dtype=torch.float64))
 
     def normalize(self, obs):
         return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + 1e-6)
@@ -312,9 +319,10 @@ class Agent(nn.Module):
     @torch.no_grad()
     def move_targets(self, share: float) -> None:
         """The critics' targets move a share of the way to the critics, the actor's all the way to the actor."""
-        critics = [*self.qf1.parameters(), *self.qf2.parameters()]
-        torch._foreach_lerp_([*self.qf1_target.parameters(), *self.qf2_target.parameters()], critics, share)
-        torch._foreach_copy_(list(self.actor_target.parameters()), list(self.actor.parameters()))
+        for target, net in ((self.qf1_target, self.qf1), (self.qf2_target, self.qf2)):
+            for old, new in zip(target.parameters(), net.parameters(), strict=True):
+                old.lerp_(new, share)
+        self.actor_target.load_state_dict(self.actor.state_dict())
 
     def driver(self):
         """What the driver does without noise: a function from observations (N, 14) to inputs in the box (N, 3), in NumPy.
@@ -436,6 +444,9 @@ class Answer:
     obs: np.ndarray  # (N, 14) where the cars are now
     next_obs: np.ndarray  # (N, 14) where the choice led: the same, or the last of an episode that ended
     rewards: np.ndarray  # (N,) discounted sum over the ticks
+    discounts: (
+        np.ndarray
+    )  # (N,) how much counts what comes after: gamma^ticks; 0 after a termination, there is no future
     terminated: np.ndarray  # (N,)
     truncated: np.ndarray  # (N,)
 
@@ -447,16 +458,21 @@ class ReplayBuffer:
     Normalising and scaling wait until a choice is learned from, so that old ones have no old statistics.
     """
 
-    ARRAYS = ("obs", "next_obs", "actions", "rewards", "terminated", "ended")
+    ARRAYS = ("obs", "next_obs", "actions", "rewards", "discounts", "ended")
 
     def __init__(self, size: int, num_envs: int):
         self.rows, self.num_envs = size // num_envs, num_envs
-        self.obs = torch.zeros(self.rows, num_envs, OBS_SIZE)  # (T, N, 14)
-        self.next_obs = torch.zeros(self.rows, num_envs, OBS_SIZE)  # (T, N, 14)
-        self.actions = torch.zeros(self.rows, num_envs, len(ACTION_LOW))  # (T, N, 3)
-        self.rewards = torch.zeros(self.rows, num_envs)  # (T, N), and so are the others
-        self.terminated = torch.zeros(self.rows, num_envs, dtype=torch.bool)
-        self.ended = torch.zeros(self.rows, num_envs, dtype=torch.bool)  # terminated or truncated
+        try:
+            self.obs = torch.zeros(self.rows, num_envs, OBS_SIZE)  # (T, N, 14)
+            self.next_obs = torch.zeros(self.rows, num_envs, OBS_SIZE)  # (T, N, 14)
+            self.actions = torch.zeros(self.rows, num_envs, len(ACTION_LOW))  # (T, N, 3)
+            self.rewards = torch.zeros(self.rows, num_envs)  # (T, N), and so are the others
+            self.discounts = torch.zeros(self.rows, num_envs)
+            self.ended = torch.zeros(self.rows, num_envs, dtype=torch.bool)  # terminated or truncated
+        except RuntimeError as error:
+            raise ValueError(
+                f"--buffer-size is {size}, for which there is not enough memory; make it smaller"
+            ) from error
         self.filled = self.head = 0  # rows there are, and where the next one goes
 
     def __len__(self) -> int:
@@ -468,7 +484,7 @@ class ReplayBuffer:
         t = self.head
         self.obs[t], self.actions[t] = obs, actions
         self.next_obs[t], self.rewards[t] = torch.from_numpy(answer.next_obs), torch.from_numpy(answer.rewards)
-        self.terminated[t] = torch.from_numpy(answer.terminated)
+        self.discounts[t] = torch.from_numpy(answer.discounts)
         self.ended[t] = torch.from_numpy(answer.terminated | answer.truncated)
         self.head = (t + 1) % self.rows
         self.filled = min(self.filled + 1, self.rows)
@@ -478,14 +494,11 @@ class ReplayBuffer:
         if self.filled:
             self.ended[self.head - 1] = True
 
-    def sample(
-        self, count: int, n_step: int, gamma: float, scale, generator: torch.Generator
-    ) -> dict[str, torch.Tensor]:
+    def sample(self, count: int, n_step: int, scale, generator: torch.Generator) -> dict[str, torch.Tensor]:
         """`count` choices, each as likely, with the rewards of n from there on, or fewer where the episode ends.
 
         -> obs, actions, rewards: their discounted sum, next_obs: what followed the last of them, and discounts: how much the
-        value of that counts, gamma^n, but 0 if the episode terminated: there is no future. A truncated episode would have
-        gone on, so it has one. `scale` (N,) multiplies the rewards.
+        value of that counts. `scale` (N,) multiplies the rewards.
         """
         oldest = self.head - self.filled
         row = oldest + torch.randint(max(self.filled - n_step + 1, 1), (count,), generator=generator)
@@ -496,13 +509,13 @@ class ReplayBuffer:
             here = (row + k) % self.rows * self.num_envs + car
             last = torch.where(going_on, here, last)
             rewards += going_on * discounts * self.rewards.view(-1)[here]
-            discounts = torch.where(going_on, discounts * gamma, discounts)
+            discounts = torch.where(going_on, discounts * self.discounts.view(-1)[here], discounts)
             going_on = going_on & ~self.ended.view(-1)[here]
         return {
             "obs": self.obs.view(-1, OBS_SIZE)[first],
             "actions": self.actions.view(-1, len(ACTION_LOW))[first],
             "rewards": rewards * scale[car],
-            "discounts": discounts * ~self.terminated.view(-1)[last],
+            "discounts": discounts,
             "next_obs": self.next_obs.view(-1, OBS_SIZE)[last],
         }
 
@@ -531,23 +544,30 @@ class ReplayBuffer:
                             f"{name} has shape {tuple(found.shape)}, which does not fit {tuple(there.shape)}"
                         )
                     there[: len(found)] = found
+                lengths = {len(file[name]) for name in self.ARRAYS}
                 self.filled, self.head = len(found), int(file["head"])
+                if len(lengths) > 1 or not 0 <= self.head < self.rows:
+                    raise ValueError(f"its parts do not fit together: lengths {lengths}, head {self.head}")
         except (OSError, KeyError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"the replay buffer {path} is missing, damaged or of another run ({error}). Without it: --resume "
-                f"{path.parent / 'best.pt'}, which begins with an empty one"
+                f"the replay buffer {path} is missing, damaged or of another run ({error}). To go on with an empty one, "
+                "remove it and give --no-save-buffer"
             ) from error
 
 
 def drive(envs, inputs: np.ndarray, ticks: int, gamma: float, stats: RaceStats) -> Answer:
-    """Give all cars these inputs for some ticks. What comes after the end of an episode belongs to the next, and to no answer."""
+    """Give all cars these inputs for some ticks. What comes after the end of an episode belongs to the next, and to no answer.
+
+    A truncated episode would have gone on, so what follows its last observation counts; a terminated one has no future.
+    """
     count = envs.num_envs
-    rewards, final_obs = np.zeros(count), {}
+    rewards, discounts, final_obs = np.zeros(count), np.ones(count), {}
     terminated, truncated, going_on = np.zeros(count, bool), np.zeros(count, bool), np.ones(count, bool)
-    for k in range(ticks):
+    for _ in range(ticks):
         obs, reward, term, trunc, infos = envs.step(inputs)
         stats.step(infos)
-        rewards += going_on * gamma**k * reward
+        rewards += going_on * discounts * reward
+        discounts[going_on] *= gamma
         terminated |= going_on & term
         truncated |= going_on & trunc
         for i in np.flatnonzero(going_on & (term | trunc)):
@@ -556,7 +576,7 @@ def drive(envs, inputs: np.ndarray, ticks: int, gamma: float, stats: RaceStats) 
     next_obs = obs.copy()
     for i, last in final_obs.items():
         next_obs[i] = last
-    return Answer(obs, next_obs, rewards, terminated, truncated)
+    return Answer(obs, next_obs, rewards, discounts * ~terminated, terminated, truncated)
 
 
 # ======================================================================================================================
@@ -1067,6 +1087,7 @@ class Run:
         self.args, self.clock, self.session_began = args, Clock(), time.perf_counter()
         self.generator = torch.Generator().manual_seed(args.seed)
         env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": args.bridge_url or None}
+        self.buffer = ReplayBuffer(args.buffer_size, args.num_envs)
         # The bridge first: if it cannot serve, say so before anything else is made.
         self.envs = RacerVectorEnv(args.num_envs, **env, start=args.start, stagger=True)
         try:
@@ -1078,7 +1099,6 @@ class Run:
         self.agent = Agent(args.hidden, args.init_std, args.init_throttle, args.init_alpha)
         self.optimizers = make_optimizers(self.agent, args.learning_rate)
         self.scaler = RewardScaler(args.num_envs, args.gamma**args.action_repeat, len(args.track_id))
-        self.buffer = ReplayBuffer(args.buffer_size, args.num_envs)
         self.other_cores = ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[args.threads])
         self.stats = RaceStats(args.num_envs, self.envs.config["episode"]["maxSteps"], args.start == "grid")
         self.iteration = self.steps = 0
@@ -1172,15 +1192,13 @@ class Run:
             self.scaler.set_state(unpack(checkpoint["scaler"]))
             self.generator.set_state(checkpoint["generator"])
             counters = checkpoint["counters"]
-            self.iteration, self.steps, self.seconds_before = (
-                counters["iteration"],
-                counters["steps"],
-                counters["seconds"],
-            )
+            self.steps, self.seconds_before = counters["steps"], counters["seconds"]
+            self.iteration = self.steps // self.args.steps_per_iteration
             self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
             self.stats.set_state(unpack(checkpoint["stats"]))
-            if checkpoint["buffer"] is not None:
-                self.buffer.load(folder / Path(checkpoint["buffer"]).name)
+            file = None if checkpoint["buffer"] is None else folder / Path(checkpoint["buffer"]).name
+            if file is not None and (file.exists() or self.args.save_buffer):
+                self.buffer.load(file)
             else:
                 say("no replay buffer was saved with this checkpoint: the driver fills a new one with "
                     f"{self.args.learning_starts:,} steps first, and ends elsewhere than an unbroken run")  # fmt: skip
@@ -1190,6 +1208,8 @@ class Run:
                 self.buffer.cut()
             else:
                 self.obs = torch.from_numpy(self.envs.set_state(unpack(checkpoint["envs"])))
+        except BridgeError:
+            raise
         except (KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"this checkpoint does not fit this program or its settings: {error!r}") from error
 
@@ -1258,8 +1278,7 @@ def learn_once(run: Run) -> dict[str, float]:
     losses = [loss for loss in losses if loss]
     metrics = {name: float(np.mean([loss[name] for loss in losses])) for name in (losses[0] if losses else ())}
     metrics["train/learning_rate"] = rate
-    run.iteration += 1
-    run.steps += args.steps_per_iteration
+    run.iteration = run.steps // args.steps_per_iteration
     return metrics
 
 
@@ -1272,7 +1291,8 @@ def drive_and_learn(run: Run) -> dict[str, float]:
         inputs = to_inputs(actions.numpy())
     driving = run.other_cores.submit(drive, run.envs, inputs, args.action_repeat, args.gamma, run.stats)
     losses = {}
-    if args.updates and len(buffer) * args.action_repeat >= args.learning_starts and buffer.filled >= args.n_step:
+    ready = len(buffer) * args.action_repeat >= args.learning_starts or buffer.filled == buffer.rows
+    if args.updates and ready and buffer.filled >= args.n_step:
         with clock("learning"):
             batches = sample_batches(agent, buffer, run.scaler, args, run.generator)
             losses = update(agent, run.optimizers, batches, args, run.generator, run.other_cores)
@@ -1284,14 +1304,14 @@ def drive_and_learn(run: Run) -> dict[str, float]:
     if run.steps < args.norm_steps:
         agent.update_normalizer(run.obs)
     run.obs = torch.from_numpy(answer.obs)
+    run.steps += args.steps_per_choice
     return losses
 
 
 def sample_batches(agent: Agent, buffer: ReplayBuffer, scaler: RewardScaler, args: Args, generator) -> dict[str, tuple]:
     """What the next updates learn from, drawn at once: name -> as many tensors (B, ...) as there are updates."""
     scale = torch.from_numpy((1 / scaler.deviation).astype(np.float32))
-    gamma = args.gamma**args.action_repeat
-    samples = buffer.sample(args.updates * args.batch_size, args.n_step, gamma, scale, generator)
+    samples = buffer.sample(args.updates * args.batch_size, args.n_step, scale, generator)
     for name in ("obs", "next_obs"):
         samples[name] = agent.normalize(samples[name])
     return {name: values.split(args.batch_size) for name, values in samples.items()}
@@ -1450,7 +1470,7 @@ def main() -> int:
         return EXIT_BRIDGE
     except FloatingPointError as error:
         print(f"\n{program}: {error}. Learning has blown up, and nothing of that was saved: the last checkpoint is from before. "
-              "Start again with a smaller --learning-rate or --max-grad-norm", file=sys.stderr)  # fmt: skip
+              "Start again with a smaller --learning-rate", file=sys.stderr)  # fmt: skip
         return 1
     except (ValueError, OSError) as error:
         print(f"\n{program}: {error}", file=sys.stderr)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["bench_racer.py", "ppo_racer.py"]
+COMMANDS = ["bench_racer.py", "ppo_racer.py", "sac_racer.py"]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

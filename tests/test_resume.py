@@ -47,15 +47,17 @@ class Lab:
         self.Args, self.train = self.module.Args, self.module.train
         self.load, self.evaluate = self.module.load_checkpoint, self.module.evaluate_checkpoint
         self.bridge = {**BRIDGE, **OWN_BRIDGE[name]}
-        self.folder = folder
+        self.folder, config = folder, folder / "short.json"  # shorter episodes, for shorter evaluations
+        config.write_text((ROOT / "ai-config.json").read_text().replace("3000", "900"))
+        self.usual = {**SETTINGS, **OWN[name], "config_path": config}
 
     def settings(self, folder: Path, **changes):
-        return self.Args(**{**SETTINGS, **OWN[self.name], "run_dir": folder, **changes})
+        return self.Args(**{**self.usual, "run_dir": folder, **changes})
 
     def flags(self, folder: Path, **changes) -> list[str]:
         """The same settings as a command line."""
         result = []
-        for name, value in {**SETTINGS, **OWN[self.name], "run_dir": folder, **changes}.items():
+        for name, value in {**self.usual, "run_dir": folder, **changes}.items():
             option = name.replace("_", "-")
             if isinstance(value, bool):
                 result.append(f"--{option}" if value else f"--no-{option}")
@@ -92,6 +94,10 @@ class Lab:
 @pytest.fixture(scope="module", params=["ppo", "sac"])
 def lab(request, tmp_path_factory) -> Lab:
     return Lab(request.param, tmp_path_factory.mktemp(request.param))
+
+
+# What is in both files word for word (test_sac.py compares) is tried with one of them by default.
+mostly_shared = pytest.mark.parametrize("lab", ["ppo", pytest.param("sac", marks=pytest.mark.slow)], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +172,7 @@ def test_resume_refuses_to_change_what_cannot_change(lab, tmp_path, straight):
             lab.train(lab.Args(resume=tmp_path / "run", **change))
 
 
+@mostly_shared
 def test_a_flag_given_on_the_command_line_counts_even_at_its_default_value(lab, tmp_path):
     lab.train(lab.settings(tmp_path, run_name="run", gamma=0.9, checkpoint_every=2048))
     process = lab.start(tmp_path, "--resume", str(tmp_path / "run"), "--gamma", "0.98")
@@ -185,6 +192,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(lab, tmp_path, straight
     assert "nothing to do: the run is at 8,192 of 8,192 steps" in capsys.readouterr().out
 
 
+@mostly_shared
 def test_a_moved_run_with_files_of_its_own_goes_on_and_changed_rewards_are_noticed(lab, tmp_path, monkeypatch):
     config, track = tmp_path / "cfg.json", tmp_path / "mine.json"
     config.write_text((ROOT / "ai-config.json").read_text())
@@ -201,6 +209,7 @@ def test_a_moved_run_with_files_of_its_own_goes_on_and_changed_rewards_are_notic
         lab.train(lab.Args(resume=elsewhere, total_timesteps=10_240))
 
 
+@mostly_shared
 def test_evaluate_takes_the_track_that_is_given(lab, tmp_path, capsys):
     lab.train(lab.settings(tmp_path, run_name="run", track_id=("track-02",)))
     for flag, track in (((), "track-02"), (("track-01",), "track-01")):
@@ -212,6 +221,7 @@ def test_evaluate_takes_the_track_that_is_given(lab, tmp_path, capsys):
     assert lab.evaluate(lab.Args(evaluate=tmp_path / "run", episodes=1))[0]["track"] == "track-02"
 
 
+@mostly_shared
 def test_a_signal_after_the_last_check_still_saves(lab, tmp_path, monkeypatch):
     """Whenever it comes, the run stops with a checkpoint of where it stopped."""
     show = lab.module.Progress.show
@@ -304,6 +314,7 @@ def test_a_full_disk_costs_a_warning_and_not_the_last_checkpoint(lab, tmp_path, 
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
+@mostly_shared
 def test_a_run_folder_that_cannot_be_made_is_an_error_at_once(lab, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match="cannot be written"):
@@ -422,11 +433,12 @@ def test_a_bridge_that_dies_leaves_a_checkpoint_and_exit_code_3(lab, tmp_path):
     assert process.returncode == 3, out
     assert "bridge connection" in out and "after 120 steps" in out and "Traceback" not in out
     assert f"--resume {tmp_path / 'run'}" in out
-    assert lab.load(tmp_path / "run")["counters"]["steps"] == 200
+    assert lab.load(tmp_path / "run")["counters"]["steps"] == {"ppo": 200, "sac": 240}[lab.name]
     with pytest.raises(lab.module.BridgeError, match="no game bridge at"):
         lab.train(lab.Args(resume=tmp_path / "run"))
 
 
+@mostly_shared
 def test_no_bridge_is_said_before_anything_is_made(lab, tmp_path):
     with pytest.raises(lab.module.BridgeError, match="no game bridge at"):
         lab.train(lab.settings(tmp_path, **lab.bridge, bridge_url=("ws://127.0.0.1:9",)))
