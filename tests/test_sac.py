@@ -507,6 +507,27 @@ def test_an_error_while_driving_or_learning_ends_the_run_with_that_error(tmp_pat
                 train(small(tmp_path))
 
 
+def test_the_networks_learn_while_the_cars_drive(tmp_path, monkeypatch):
+    """Every drive waits for the update of the same choice: one after the other they would wait for ever."""
+    learned, waits = threading.Event(), []
+    real_drive, real_update = sac_racer.drive, sac_racer.update
+
+    def waiting_drive(*arguments):
+        waits.append(len(waits) < 8 or learned.wait(20))  # 8 choices of 64 steps before learning starts
+        learned.clear()
+        return real_drive(*arguments)
+
+    def telling_update(*arguments):
+        losses = real_update(*arguments)
+        learned.set()
+        return losses
+
+    monkeypatch.setattr(sac_racer, "drive", waiting_drive)
+    monkeypatch.setattr(sac_racer, "update", telling_update)
+    train(small(tmp_path, total_timesteps=1024))
+    assert len(waits) == 16 and all(waits)
+
+
 def test_same_seed_same_numbers_and_another_seed_others(tmp_path):
     def weights(**changes):
         folder = Path(train(small(tmp_path, total_timesteps=2048, **changes))["run_folder"])
