@@ -125,7 +125,7 @@ def assert_same(a, b, path="checkpoint"):
 # -- stopping and going on ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("iteration", [3, 8, 15])
+@pytest.mark.parametrize("iteration", [8, *(pytest.param(i, marks=pytest.mark.slow) for i in (3, 15))])
 def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_run_never_stopped(
     lab, tmp_path, monkeypatch, straight, iteration, capsys
 ):
@@ -344,6 +344,7 @@ BAD = ["missing", "truncated", "text", "empty", "pickle", "foreign", "other", "n
 BAD += ["bare", "odd format", "unknown flag", "no counters"]
 
 
+@mostly_shared
 @pytest.mark.parametrize("make", BAD)
 @pytest.mark.parametrize("use", ["resume", "evaluate"])
 def test_a_bad_checkpoint_is_refused_and_says_why(lab, tmp_path, straight, make, use, monkeypatch):
