@@ -8,6 +8,7 @@
     1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
     2  RaceStats        laps, episodes and reward parts out of a vector environment's infos
     3  pictures         a lap on its track as a racing line, and as an animated replay
+    4  the terminal     where the time goes, the line that shows how far a run is
 
 Nothing here can stop a training run: a TensorBoard or a file that cannot be written costs one warning.
 """
@@ -16,7 +17,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import os
+import shutil
+import sys
+import time
 import warnings
 from collections import deque
 from pathlib import Path
@@ -393,3 +398,76 @@ def lap_replay(painter, positions, headings, speeds) -> bytes:
     duration_ms = round(1000 * every / TICKS_PER_SECOND / 10) * 10
     frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=duration_ms, loop=0)
     return out.getvalue()
+
+
+# ======================================================================================================================
+# 4  The terminal
+# ======================================================================================================================
+
+
+class Clock:
+    """Where the time goes: `with clock("learning"): ...` adds up per name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._stack: list[tuple[str, float]] = []
+
+    def __call__(self, name: str) -> Clock:
+        self._stack.append((name, time.perf_counter()))
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        name, began = self._stack.pop()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Nowhere(io.TextIOBase):
+    """Where print goes when nobody is listening."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Print; and if nobody is listening any more (`| head`), be silent from then on rather than end the run."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        sys.stdout = Nowhere()
+
+
+class Progress:
+    """A line that stays in place in a terminal; now and then a plain line where the output is a file or a pipe."""
+
+    REFRESH_S = 0.2
+
+    def __init__(self, total: int, first_step: int):
+        self.total, self.first_step, self.began = total, first_step, time.perf_counter()
+        self.live = sys.stdout.isatty()
+        self._next_line, self._next_refresh = first_step, 0.0
+
+    def show(self, steps: int, stats: RaceStats, metrics: dict) -> None:
+        now = time.perf_counter()
+        if now < self._next_refresh if self.live else steps < self._next_line:
+            return
+        self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
+        rate = (steps - self.first_step) / max(now - self.began, 1e-9)
+        left = round(max(self.total - steps, 0) / max(rate, 1e-9))
+        lap = "no lap yet" if math.isinf(stats.best_lap_sec) else f"best lap {stats.best_lap_sec:.2f} s"
+        share = metrics.get("racer/completion_rate")
+        completion = "" if share is None else f"  {share:4.0%} lapped"
+        text = f"{steps:>11,} steps {steps / self.total:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left  {lap}{completion}"
+        if self.live:
+            width = shutil.get_terminal_size().columns - 1
+            say(f"\r{text[:width]:<{width}}", end="")
+        else:
+            say(text)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self.live:
+            text = f"\r{text:<{shutil.get_terminal_size().columns - 1}}"
+        say(text)

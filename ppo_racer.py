@@ -32,7 +32,6 @@ import math  # noqa: E402
 import os  # noqa: E402
 import platform  # noqa: E402
 import shlex  # noqa: E402
-import shutil  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
@@ -47,7 +46,7 @@ import torch  # noqa: E402
 import tyro  # noqa: E402
 from torch import nn  # noqa: E402
 
-from callbacks_lite import TICKS_PER_SECOND, MetricsLogger, RaceStats, lap_replay, racing_line  # noqa: E402
+from callbacks_lite import TICKS_PER_SECOND, Clock, MetricsLogger, Progress, RaceStats, lap_replay, racing_line, say  # noqa: E402
 from racer_env import ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
 
 ALGORITHM = "ppo"
@@ -340,10 +339,8 @@ class RewardScaler:
         return {"returns": self.returns.copy(), "moments": np.array(self.moments, dtype=np.float64)}
 
     def set_state(self, state: dict) -> None:
-        self.returns, self.moments = (
-            np.array(state["returns"]),
-            [tuple(row) for row in np.asarray(state["moments"]).tolist()],
-        )
+        self.returns = np.array(state["returns"])
+        self.moments = [tuple(row) for row in np.asarray(state["moments"]).tolist()]
 
 
 # ======================================================================================================================
@@ -680,17 +677,15 @@ def unpack(value):
     return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
-def save_checkpoint(path: Path, checkpoint: dict) -> bool:
-    """Write a checkpoint whole or not at all: to a file beside it, then into place. -> whether it worked
+def write_whole(path: Path, write) -> bool:
+    """A file whole or not at all: write(file) to one beside it, then into place. -> whether it worked
 
-    A disk that is full must not cost the run, nor the checkpoint there is.
+    A disk that is full must not cost the run, nor the file there is.
     """
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(buffer.getbuffer())
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -702,6 +697,12 @@ def save_checkpoint(path: Path, checkpoint: dict) -> bool:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return True
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> bool:
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    return write_whole(path, lambda file: file.write(buffer.getbuffer()))
 
 
 def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
@@ -785,27 +786,8 @@ def resumed_args(given: Args, saved: dict) -> Args:
 
 
 # ======================================================================================================================
-# The run: folder, clock, progress
+# The run: signals, folder
 # ======================================================================================================================
-
-
-class Clock:
-    """Where the time goes: `with clock("learning"): ...` adds up per name."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self._stack: list[tuple[str, float]] = []
-
-    def __call__(self, name: str) -> Clock:
-        self._stack.append((name, time.perf_counter()))
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        name, began = self._stack.pop()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 class Stop:
@@ -864,55 +846,6 @@ def provenance() -> dict:
     return {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "commit": commit, "versions": versions}
 
 
-class Nowhere(io.TextIOBase):
-    """Where print goes when nobody is listening."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Print; and if nobody is listening any more (`| head`), be silent from then on rather than end the run."""
-    try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        sys.stdout = Nowhere()
-
-
-class Progress:
-    """A line that stays in place in a terminal; now and then a plain line where the output is a file or a pipe."""
-
-    REFRESH_S = 0.2
-
-    def __init__(self, total: int, first_step: int):
-        self.total, self.first_step, self.began = total, first_step, time.perf_counter()
-        self.live = sys.stdout.isatty()
-        self._next_line, self._next_refresh = first_step, 0.0
-
-    def show(self, steps: int, stats: RaceStats, metrics: dict) -> None:
-        now = time.perf_counter()
-        if now < self._next_refresh if self.live else steps < self._next_line:
-            return
-        self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
-        rate = (steps - self.first_step) / max(now - self.began, 1e-9)
-        left = round(max(self.total - steps, 0) / max(rate, 1e-9))
-        lap = "no lap yet" if math.isinf(stats.best_lap_sec) else f"best lap {stats.best_lap_sec:.2f} s"
-        share = metrics.get("racer/completion_rate")
-        completion = "" if share is None else f"  {share:4.0%} lapped"
-        text = f"{steps:>11,} steps {steps / self.total:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left  {lap}{completion}"
-        if self.live:
-            width = shutil.get_terminal_size().columns - 1
-            say(f"\r{text[:width]:<{width}}", end="")
-        else:
-            say(text)
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if self.live:
-            text = f"\r{text:<{shutil.get_terminal_size().columns - 1}}"
-        say(text)
-
-
 # ======================================================================================================================
 # Train
 # ======================================================================================================================
@@ -940,7 +873,7 @@ class Run:
         self.scaler = RewardScaler(args.num_envs, args.gamma, len(args.track_id))
         self.storage = Storage(args.rollout_steps, args.num_envs)
         self.stats = RaceStats(args.num_envs, self.envs.config["episode"]["maxSteps"], args.start == "grid")
-        self.iteration = self.steps = 0
+        self.steps = 0
         self.seconds_before = 0.0  # in sessions before this one
         self.best = {"score": -math.inf, "step": 0, "episodes": []}
         self.best_laps: tuple[list[Episode], np.ndarray] | None = None  # of this session, for pictures
@@ -969,6 +902,11 @@ class Run:
     def seconds(self) -> float:
         """How long the run has taken, all sessions together."""
         return self.seconds_before + time.perf_counter() - self.session_began
+
+    @property
+    def iteration(self) -> int:
+        """Iterations there have been."""
+        return self.steps // self.args.steps_per_iteration
 
     @property
     def finished(self) -> bool:
@@ -1021,11 +959,7 @@ class Run:
             self.scaler.set_state(unpack(checkpoint["scaler"]))
             self.generator.set_state(checkpoint["generator"])
             counters = checkpoint["counters"]
-            self.iteration, self.steps, self.seconds_before = (
-                counters["iteration"],
-                counters["steps"],
-                counters["seconds"],
-            )
+            self.steps, self.seconds_before = counters["steps"], counters["seconds"]
             self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
             self.stats.set_state(unpack(checkpoint["stats"]))
             if checkpoint["envs"] is None:  # the real game begins new episodes
@@ -1118,7 +1052,6 @@ def learn_once(run: Run) -> dict[str, float]:
         if run.steps < args.norm_steps:
             agent.update_normalizer(obs)
     check_finite(agent, metrics, run.iteration + 1)
-    run.iteration += 1
     run.steps += args.steps_per_iteration
     return {**metrics, "train/explained_variance": explained_variance(values, returns)}
 

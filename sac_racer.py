@@ -33,7 +33,6 @@ import os  # noqa: E402
 import platform  # noqa: E402
 import secrets  # noqa: E402
 import shlex  # noqa: E402
-import shutil  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
@@ -49,7 +48,7 @@ import torch  # noqa: E402
 import tyro  # noqa: E402
 from torch import nn  # noqa: E402
 
-from callbacks_lite import TICKS_PER_SECOND, MetricsLogger, RaceStats, lap_replay, racing_line  # noqa: E402
+from callbacks_lite import TICKS_PER_SECOND, Clock, MetricsLogger, Progress, RaceStats, lap_replay, racing_line, say  # noqa: E402
 from racer_env import ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
 
 ALGORITHM = "sac"
@@ -120,7 +119,7 @@ class Args:
     num_envs: MaybeInt = None
     """cars driven at once (default 64; 8 on a bridge, where every car is a connection)"""
     action_repeat: int = 4
-    """ticks a choice is kept while learning: one tick does too little to tell good from bad (the finished driver does not)"""
+    """ticks a choice is kept while learning: one tick does too little to be judged (the finished driver chooses every tick)"""
 
     # -- algorithm
     gamma: float = 0.97
@@ -217,17 +216,15 @@ class Args:
             "total_timesteps",
             "episodes",
             "num_envs",
-            "hidden",
             "action_repeat",
+            "hidden",
             "n_step",
-            "batch_size",
             "buffer_size",
+            "batch_size",
         )
+        counts += ("policy_frequency", "log_every", "eval_every", "checkpoint_every")
         for name, least, most in (
-            *(
-                (name, 1, 2**53)
-                for name in (*counts, "policy_frequency", "log_every", "eval_every", "checkpoint_every")
-            ),
+            *((name, 1, 2**53) for name in counts),
             *((name, 0, 1e9) for name in ("norm_steps", "learning_starts", "updates")),
             ("gamma", 0, 1),
             *((name, 1e-9, 1e9) for name in ("learning_rate", "init_alpha")),
@@ -426,10 +423,8 @@ class RewardScaler:
         return {"returns": self.returns.copy(), "moments": np.array(self.moments, dtype=np.float64)}
 
     def set_state(self, state: dict) -> None:
-        self.returns, self.moments = (
-            np.array(state["returns"]),
-            [tuple(row) for row in np.asarray(state["moments"]).tolist()],
-        )
+        self.returns = np.array(state["returns"])
+        self.moments = [tuple(row) for row in np.asarray(state["moments"]).tolist()]
 
 
 # ======================================================================================================================
@@ -446,9 +441,13 @@ class Answer:
     rewards: np.ndarray  # (N,) discounted sum over the ticks
     discounts: (
         np.ndarray
-    )  # (N,) how much counts what comes after: gamma^ticks; 0 after a termination, there is no future
+    )  # (N,) gamma^ticks, the weight of what comes after; 0 after a termination, which has no future
     terminated: np.ndarray  # (N,)
     truncated: np.ndarray  # (N,)
+
+    @property
+    def ended(self) -> np.ndarray:
+        return self.terminated | self.truncated
 
 
 class ReplayBuffer:
@@ -485,7 +484,7 @@ class ReplayBuffer:
         self.obs[t], self.actions[t] = obs, actions
         self.next_obs[t], self.rewards[t] = torch.from_numpy(answer.next_obs), torch.from_numpy(answer.rewards)
         self.discounts[t] = torch.from_numpy(answer.discounts)
-        self.ended[t] = torch.from_numpy(answer.terminated | answer.truncated)
+        self.ended[t] = torch.from_numpy(answer.ended)
         self.head = (t + 1) % self.rows
         self.filled = min(self.filled + 1, self.rows)
 
@@ -522,20 +521,12 @@ class ReplayBuffer:
     def save(self, path: Path) -> bool:
         """Straight from the arrays to the file, without a second copy in memory; only the rows there are. -> whether it worked"""
         arrays = {name: getattr(self, name)[: self.filled].numpy() for name in self.ARRAYS}
-        try:
-            with path.open("wb") as file:
-                np.savez(file, head=self.head, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            print(f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
-                  "Make room and training will try again.", file=sys.stderr, flush=True)  # fmt: skip
-            return False
-        return True
+        return write_whole(path, lambda file: np.savez(file, head=self.head, **arrays))
 
     def load(self, path: Path) -> None:
         """ValueError if the file is none of these, damaged, or of other sizes. No code in it is run."""
         try:
+            lengths = set()
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 for name in self.ARRAYS:
                     there, found = getattr(self, name), torch.from_numpy(file[name])
@@ -544,7 +535,7 @@ class ReplayBuffer:
                             f"{name} has shape {tuple(found.shape)}, which does not fit {tuple(there.shape)}"
                         )
                     there[: len(found)] = found
-                lengths = {len(file[name]) for name in self.ARRAYS}
+                    lengths.add(len(found))
                 self.filled, self.head = len(found), int(file["head"])
                 if len(lengths) > 1 or not 0 <= self.head < self.rows:
                     raise ValueError(f"its parts do not fit together: lengths {lengths}, head {self.head}")
@@ -840,17 +831,15 @@ def unpack(value):
     return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
-def save_checkpoint(path: Path, checkpoint: dict) -> bool:
-    """Write a checkpoint whole or not at all: to a file beside it, then into place. -> whether it worked
+def write_whole(path: Path, write) -> bool:
+    """A file whole or not at all: write(file) to one beside it, then into place. -> whether it worked
 
-    A disk that is full must not cost the run, nor the checkpoint there is.
+    A disk that is full must not cost the run, nor the file there is.
     """
-    buffer = io.BytesIO()
-    torch.save(checkpoint, buffer)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(buffer.getbuffer())
+            write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -862,6 +851,12 @@ def save_checkpoint(path: Path, checkpoint: dict) -> bool:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
     return True
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> bool:
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    return write_whole(path, lambda file: file.write(buffer.getbuffer()))
 
 
 def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
@@ -945,27 +940,8 @@ def resumed_args(given: Args, saved: dict) -> Args:
 
 
 # ======================================================================================================================
-# The run: folder, clock, progress
+# The run: signals, folder
 # ======================================================================================================================
-
-
-class Clock:
-    """Where the time goes: `with clock("learning"): ...` adds up per name."""
-
-    def __init__(self):
-        self.seconds: dict[str, float] = {}
-        self._stack: list[tuple[str, float]] = []
-
-    def __call__(self, name: str) -> Clock:
-        self._stack.append((name, time.perf_counter()))
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        name, began = self._stack.pop()
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 class Stop:
@@ -1024,55 +1000,6 @@ def provenance() -> dict:
     return {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "commit": commit, "versions": versions}
 
 
-class Nowhere(io.TextIOBase):
-    """Where print goes when nobody is listening."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-
-def say(text: str, end: str = "\n") -> None:
-    """Print; and if nobody is listening any more (`| head`), be silent from then on rather than end the run."""
-    try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        sys.stdout = Nowhere()
-
-
-class Progress:
-    """A line that stays in place in a terminal; now and then a plain line where the output is a file or a pipe."""
-
-    REFRESH_S = 0.2
-
-    def __init__(self, total: int, first_step: int):
-        self.total, self.first_step, self.began = total, first_step, time.perf_counter()
-        self.live = sys.stdout.isatty()
-        self._next_line, self._next_refresh = first_step, 0.0
-
-    def show(self, steps: int, stats: RaceStats, metrics: dict) -> None:
-        now = time.perf_counter()
-        if now < self._next_refresh if self.live else steps < self._next_line:
-            return
-        self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
-        rate = (steps - self.first_step) / max(now - self.began, 1e-9)
-        left = round(max(self.total - steps, 0) / max(rate, 1e-9))
-        lap = "no lap yet" if math.isinf(stats.best_lap_sec) else f"best lap {stats.best_lap_sec:.2f} s"
-        share = metrics.get("racer/completion_rate")
-        completion = "" if share is None else f"  {share:4.0%} lapped"
-        text = f"{steps:>11,} steps {steps / self.total:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left  {lap}{completion}"
-        if self.live:
-            width = shutil.get_terminal_size().columns - 1
-            say(f"\r{text[:width]:<{width}}", end="")
-        else:
-            say(text)
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if self.live:
-            text = f"\r{text:<{shutil.get_terminal_size().columns - 1}}"
-        say(text)
-
-
 # ======================================================================================================================
 # Train
 # ======================================================================================================================
@@ -1087,8 +1014,8 @@ class Run:
         self.args, self.clock, self.session_began = args, Clock(), time.perf_counter()
         self.generator = torch.Generator().manual_seed(args.seed)
         env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": args.bridge_url or None}
+        # What may be refused first, before anything else is made: the memory for the buffer, then the bridge.
         self.buffer = ReplayBuffer(args.buffer_size, args.num_envs)
-        # The bridge first: if it cannot serve, say so before anything else is made.
         self.envs = RacerVectorEnv(args.num_envs, **env, start=args.start, stagger=True)
         try:
             self.envs.check()
@@ -1101,7 +1028,7 @@ class Run:
         self.scaler = RewardScaler(args.num_envs, args.gamma**args.action_repeat, len(args.track_id))
         self.other_cores = ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[args.threads])
         self.stats = RaceStats(args.num_envs, self.envs.config["episode"]["maxSteps"], args.start == "grid")
-        self.iteration = self.steps = 0
+        self.steps = 0
         self.seconds_before = 0.0  # in sessions before this one
         self.best = {"score": -math.inf, "step": 0, "episodes": []}
         self.best_laps: tuple[list[Episode], np.ndarray] | None = None  # of this session, for pictures
@@ -1130,6 +1057,11 @@ class Run:
     def seconds(self) -> float:
         """How long the run has taken, all sessions together."""
         return self.seconds_before + time.perf_counter() - self.session_began
+
+    @property
+    def iteration(self) -> int:
+        """Iterations there have been."""
+        return self.steps // self.args.steps_per_iteration
 
     @property
     def finished(self) -> bool:
@@ -1193,7 +1125,6 @@ class Run:
             self.generator.set_state(checkpoint["generator"])
             counters = checkpoint["counters"]
             self.steps, self.seconds_before = counters["steps"], counters["seconds"]
-            self.iteration = self.steps // self.args.steps_per_iteration
             self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
             self.stats.set_state(unpack(checkpoint["stats"]))
             file = None if checkpoint["buffer"] is None else folder / Path(checkpoint["buffer"]).name
@@ -1278,7 +1209,6 @@ def learn_once(run: Run) -> dict[str, float]:
     losses = [loss for loss in losses if loss]
     metrics = {name: float(np.mean([loss[name] for loss in losses])) for name in (losses[0] if losses else ())}
     metrics["train/learning_rate"] = rate
-    run.iteration = run.steps // args.steps_per_iteration
     return metrics
 
 
@@ -1300,7 +1230,7 @@ def drive_and_learn(run: Run) -> dict[str, float]:
     with clock("environment"):
         answer = driving.result()
     buffer.add(run.obs, actions, answer)
-    run.scaler.update(answer.rewards[None], (answer.terminated | answer.truncated)[None])
+    run.scaler.update(answer.rewards[None], answer.ended[None])
     if run.steps < args.norm_steps:
         agent.update_normalizer(run.obs)
     run.obs = torch.from_numpy(answer.obs)

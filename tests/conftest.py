@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -67,3 +68,9 @@ def hold_random_inputs(rng: np.random.Generator, ticks: int) -> np.ndarray:
         action = [rng.uniform(-1, 1), rng.uniform(0, 1), rng.uniform(0, 1) * (rng.random() < 0.2)]
         actions += [action] * int(rng.integers(5, 31))
     return np.array(actions[:ticks])
+
+
+def hold_up(monkeypatch, module, name: str) -> None:
+    """Let a function of a module begin late, for this monkeypatch."""
+    real, never = getattr(module, name), threading.Event()
+    monkeypatch.setattr(module, name, lambda *arguments: (never.wait(0.05), real(*arguments))[1])

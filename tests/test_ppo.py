@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import drive
+from conftest import drive, hold_up
 
 import ppo_racer
 from callbacks_lite import read_csv
@@ -368,9 +367,7 @@ def test_an_update_does_not_depend_on_which_core_is_faster(monkeypatch):
         torch.manual_seed(0)
         agent = Agent()
         with monkeypatch.context() as patch:
-            real = getattr(ppo_racer, slow)
-            waited = threading.Event()  # never set: the wait is only for time to pass
-            patch.setattr(ppo_racer, slow, lambda *a: (waited.wait(0.05), real(*a))[1])
+            hold_up(patch, ppo_racer, slow)
             metrics = run_update(agent, make_batch(agent), update_epochs=2)
         return torch.nn.utils.parameters_to_vector(agent.parameters()).detach(), metrics
 

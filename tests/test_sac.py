@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import hold_up
 
 import ppo_racer
 import sac_racer
@@ -390,9 +391,7 @@ def test_an_update_does_not_depend_on_which_core_is_faster(monkeypatch):
         torch.manual_seed(0)
         agent = Agent()
         with monkeypatch.context() as patch:
-            real = getattr(sac_racer, slow)
-            waited = threading.Event()  # never set: the wait is only for time to pass
-            patch.setattr(sac_racer, slow, lambda *a: (waited.wait(0.05), real(*a))[1])
+            hold_up(patch, sac_racer, slow)
             losses = run_update(agent)
         return parameters(agent), losses
 
