@@ -24,6 +24,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +253,12 @@ class RaceStats:
         self.lapped[whole] = True
         self.lap_began[cars] = count[cars]
 
+    def interrupt(self, infos: dict) -> None:
+        """All cars begin anew, infos from `reconnect()`: what they were doing counts as cut short."""
+        self._end_episodes(np.flatnonzero(infos["_episode"]), infos)
+        self.lap_began[:] = 0 if self.starts_on_line else -1
+        self.begin(infos)
+
     def _end_episodes(self, cars, infos) -> None:
         episode = infos["episode"]
         cut = episode.get("cut", np.zeros(self.num_cars, bool))
@@ -265,8 +272,29 @@ class RaceStats:
         self.lapped[cars] = False
         self.lap_began[cars] = 0 if self.starts_on_line else -1
 
-    def log(self, logger: MetricsLogger) -> None:
-        """Record the rollout and clear it. What did not happen is not logged: no laps, no lap times."""
+    def news(self) -> dict:
+        """What happened since the last time, for the process that logs. (Here it is forgotten.)"""
+        names = ("part_sums", "steps", "lap_times_sec", "ended", "counted", "completed", "episodes")
+        news = {name: getattr(self, name) for name in names}
+        self.episodes = deque(maxlen=EPISODE_WINDOW)
+        self._clear()
+        return news
+
+    def _take_in(self, news: dict) -> None:
+        for part, total in news["part_sums"].items():
+            self.part_sums[part] += total
+        for name in ("steps", "ended", "counted", "completed"):
+            setattr(self, name, getattr(self, name) + news[name])
+        self.lap_times_sec += news["lap_times_sec"]
+        self.total_laps += len(news["lap_times_sec"])
+        self.best_lap_sec = min([self.best_lap_sec, *news["lap_times_sec"]])
+        self.episodes.extend(news["episodes"])
+
+    def log(self, logger: MetricsLogger, others: Sequence[dict] = ()) -> None:
+        """Record the rollout and clear it, with the news of other processes. What did not happen is not logged: no laps, no
+        lap times."""
+        for news in others:
+            self._take_in(news)
         for part, total in self.part_sums.items():
             logger.record(f"reward/{part}", total / max(self.steps, 1))
         if self.lap_times_sec:

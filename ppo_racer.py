@@ -6,6 +6,7 @@
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python ppo_racer.py --resume runs/NAME                           # go on, bit for bit, after any interruption
     python ppo_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
+    torchrun --nproc_per_node=8 ppo_racer.py --num-envs 8192 --minibatch-size 8192           # on more cores or machines
     tensorboard --logdir runs
 
 PPO (Schulman et al. 2017) repeats three steps: drive all cars for a few ticks with the policy as it is (`rollout`), work
@@ -14,7 +15,7 @@ without moving far from the policy that drove (`ppo_loss`, `update`). Everything
 inside the network, a scaler for rewards, an evaluation without noise, and a checkpoint with all of it.
 
 Read on in this order: Args, Agent, rollout, compute_gae, update, evaluate, checkpoint, train.
-Shapes: T ticks of a rollout, N cars, B = T * N samples.
+Shapes: T ticks of a rollout, N cars, B = T * N samples, of this process where there are several.
 """
 
 from __future__ import annotations
@@ -33,16 +34,20 @@ import os  # noqa: E402
 import platform  # noqa: E402
 import shlex  # noqa: E402
 import signal  # noqa: E402
+import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import warnings  # noqa: E402
+import zlib  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from datetime import timedelta  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Annotated  # noqa: E402
 
 import gymnasium  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import tyro  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -50,15 +55,19 @@ from callbacks_lite import TICKS_PER_SECOND, Clock, MetricsLogger, Progress, Rac
 from racer_env import ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
 
 ALGORITHM = "ppo"
-CHECKPOINT_FORMAT = 1
-CHECKPOINT_KEYS = ("args", "agent", "optimizers", "scaler", "stats", "envs", "config", "generator", "counters", "best")
+CHECKPOINT_FORMAT = 2
+CHECKPOINT_KEYS = ("args", "agent", "optimizers", "scaler", "stats", "envs", "config", "generators", "counters", "best")
+NOT_OVER_CARS = ("moments", "episodes", "totals")  # what in a state is of the run, and not an array over its cars
 NOT_SETTINGS = ("resume", "evaluate", "episodes", "json")  # flags that say what to do, not how to train
-MAY_CHANGE = ("total_timesteps", "eval_every", "checkpoint_every", "tensorboard")  # on --resume
+MAY_CHANGE = ("total_timesteps", "eval_every", "checkpoint_every", "tensorboard", "bridge_retries")  # on --resume
 # Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
 OBS_MEAN = (*[0.25] * 9, 0.6, 0.0, 0.0, 0.5, 0.2)
 OBS_STD = (*[0.2] * 9, 0.25, 0.3, 0.5, 0.3, 0.15)
 PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver the game's authors published
-EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE = 130, 143, 3
+EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE, EXIT_TEAM = 130, 143, 3, 4
+LONGEST_PAUSE_S = 30.0  # before connecting to a bridge again
+RANK_SEED_STRIDE = 1_000_003  # between the random numbers of the processes of a run
+ANSWER_S = 50.0  # a process of the run that has not answered for so long is given up
 # Types of flags that may be left out; what happens then, their help says itself.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
@@ -99,6 +108,8 @@ class Args:
     """where episodes start: grid, or anywhere (embedded engine; teaches recovering)"""
     bridge_url: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL ...", help_behavior_hint="")] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
+    bridge_retries: int = 0
+    """when the bridge fails, connect again, up to so many times in a row (default: stop, with a checkpoint)"""
     num_envs: MaybeInt = None
     """cars driven at once (default 512; 8 on a bridge, where every car is a connection)"""
 
@@ -164,15 +175,14 @@ class Args:
         ):
             if getattr(self, name) is None:
                 setattr(self, name, bridge if on_bridge else embedded)
+                if name == "num_envs":  # an equal share for every process
+                    self.num_envs = math.ceil(self.num_envs / self.num_processes) * self.num_processes
         if self.hidden is None:
             self.hidden = 64 if len(self.track_id) == 1 else 96
         self._check_ranges()
         if self.target_kl is not None and not 0 < self.target_kl < math.inf:
             raise ValueError(f"--target-kl is {self.target_kl}; it must be more than 0, or left out")
-        if self.num_envs < len(self.track_id):
-            raise ValueError(
-                f"--num-envs is {self.num_envs}, but there are {len(self.track_id)} tracks; each needs a car at least"
-            )
+        self._check_shares()
         if self.minibatch_size > self.steps_per_iteration:
             raise ValueError(
                 f"--minibatch-size is {self.minibatch_size}, but a rollout has only {self.steps_per_iteration} samples "
@@ -180,6 +190,22 @@ class Args:
             )
         if self.resume is not None and self.evaluate is not None:
             raise ValueError("--resume goes on training and --evaluate does not train; give one of them")
+
+    def _check_shares(self) -> None:
+        """Every process, of one or more, drives as many cars as the others, and some on every track."""
+        cars, processes, tracks = self.num_envs, self.num_processes, len(self.track_id)
+        if cars % processes:
+            fitting = max(cars // processes, 1) * processes
+            raise ValueError(
+                f"--num-envs is {cars}, which {processes} processes cannot share equally; make it {fitting}, say"
+            )
+        if cars < tracks * processes:
+            each = (
+                "each needs a car at least" if processes == 1 else f"each needs a car at least in {processes} processes"
+            )
+            raise ValueError(f"--num-envs is {cars}, but there are {tracks} tracks; {each}")
+        if self.evaluate is not None and processes > 1:
+            raise ValueError("--evaluate needs one process only: leave torchrun out")
 
     def _check_ranges(self) -> None:
         counts = (
@@ -193,7 +219,7 @@ class Args:
         )
         for name, least, most in (
             *((name, 1, 2**53) for name in (*counts, "eval_every", "checkpoint_every")),
-            *((name, 0, 1e9) for name in ("norm_steps", "ent_coef")),
+            *((name, 0, 1e9) for name in ("norm_steps", "ent_coef", "bridge_retries")),
             *((name, 0, 1) for name in ("gamma", "gae_lambda")),
             *((name, 1e-9, 1e9) for name in ("clip_coef", "learning_rate", "max_grad_norm", "init_std")),
             ("init_throttle", -100, 100),
@@ -205,12 +231,105 @@ class Args:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be between {least:g} and {most:g}")
 
     @property
+    def num_processes(self) -> int:
+        """How many train together; all settings are the whole run's. torchrun says so."""
+        return int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
     def steps_per_iteration(self) -> int:
         return self.num_envs * self.rollout_steps
 
     @property
     def num_iterations(self) -> int:
         return max(1, math.ceil(self.total_timesteps / self.steps_per_iteration))
+
+
+# ======================================================================================================================
+# Team
+# ======================================================================================================================
+
+
+class TeamError(RuntimeError):
+    """Another process of the run has died, or does not answer any more."""
+
+
+class Team:
+    """The processes that train one driver: this one alone, or as many as torchrun has started, on one machine or several.
+
+    Every process drives an equal share of the cars. They average their gradients, so all take the same steps and hold the
+    same weights. What one of them needs from the others it asks for here; the first one evaluates, logs and writes.
+    """
+
+    def __init__(self, patience_s: float = 0.0):
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if self.size > 1:
+            with self._someone_missing():
+                dist.init_process_group("gloo", timeout=timedelta(seconds=ANSWER_S + patience_s))
+                self.patient = dist.new_group(timeout=timedelta(hours=1))  # for waits while the first one evaluates
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def _someone_missing(self):
+        try:
+            yield
+        except RuntimeError as error:
+            raise TeamError(
+                f"process {self.rank} of {self.size} (0 to {self.size - 1}): another one of this run has died or does not "
+                f"answer ({str(error).strip().splitlines()[0][:160]})"
+            ) from error
+
+    def average(self, *vectors: torch.Tensor) -> None:
+        """Replace vectors by their means over all processes, which come out the same to the last bit everywhere."""
+        if self.size > 1:
+            together = torch.cat(vectors)
+            with self._someone_missing():
+                dist.all_reduce(together)
+            for vector, mean in zip(vectors, (together / self.size).split([len(v) for v in vectors]), strict=True):
+                vector.copy_(mean)
+
+    def gather(self, value) -> list:
+        """Everybody's value, the first one's first, for everybody."""
+        values = [value] * self.size
+        if self.size > 1:
+            with self._someone_missing():
+                dist.all_gather_object(values, value)
+        return values
+
+    def share(self, function, *arguments):
+        """Let the first process do something, and tell all what came of it, failures too."""
+        outcome = [None]
+        if self.first:
+            try:
+                outcome = [function(*arguments)]
+            except (BridgeError, ValueError, OSError) as error:
+                outcome = [error]
+        if self.size > 1:
+            with self._someone_missing():
+                dist.broadcast_object_list(outcome, src=0, group=self.patient)
+        if isinstance(outcome[0], Exception):
+            outcome[0].shared = True
+            raise outcome[0]
+        return outcome[0]
+
+    @contextlib.contextmanager
+    def together(self):
+        """A bridge that fails one process in this block fails all at its end, so that nobody waits for it."""
+        mine = None
+        try:
+            yield
+        except BridgeError as error:
+            mine = error
+        for error in self.gather(mine):
+            if error is not None:
+                error.shared = True
+                raise error
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ======================================================================================================================
@@ -242,15 +361,13 @@ class Agent(nn.Module):
         return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + 1e-6)
 
     @torch.no_grad()
-    def update_normalizer(self, obs) -> None:
-        """Take a batch (B, 14) into the running mean and variance."""
-        mean, var, count = merge_moments(
-            (self.obs_mean.double(), self.obs_var.double(), self.obs_count),
-            (obs.double().mean(0), obs.double().var(0, unbiased=False), len(obs)),
-        )
-        self.obs_mean.copy_(mean)
-        self.obs_var.copy_(var)
-        self.obs_count.copy_(count)
+    def update_normalizer(self, obs, gather=lambda value: [value]) -> None:
+        """Take a batch (B, 14) into the running mean and variance, and through `gather` those of other processes."""
+        moments = self.obs_mean.double(), self.obs_var.double(), self.obs_count
+        for batch in gather((obs.double().mean(0), obs.double().var(0, unbiased=False), len(obs))):
+            moments = merge_moments(moments, batch)
+        for buffer, value in zip((self.obs_mean, self.obs_var, self.obs_count), moments, strict=True):
+            buffer.copy_(value)
 
     def value(self, obs):
         return self.critic(self.normalize(obs)).squeeze(-1)
@@ -310,22 +427,27 @@ class RewardScaler:
     metre of a short track pays more than one of a long track, and would otherwise be all that a common driver cares for.
     """
 
-    def __init__(self, num_envs: int, gamma: float, num_tracks: int = 1):
+    def __init__(self, num_envs: int, gamma: float, num_tracks: int = 1, first_car: int = 0):
         self.gamma = gamma
         self.returns = np.zeros(num_envs)
-        self.tracks = [
-            slice(i, None, num_tracks) for i in range(num_tracks)
-        ]  # the cars of each, as the environment has them
+        # The cars of each track, as the environment has them.
+        self.tracks = [slice((i - first_car) % num_tracks, None, num_tracks) for i in range(num_tracks)]
         self.moments = [(0.0, 1.0, 1e-4)] * num_tracks  # mean, variance, count
 
-    def update(self, rewards, done) -> None:
-        """Take in what happened: (T, N) each."""
+    def update(self, rewards, done, gather=lambda value: [value]) -> None:
+        """Take in what happened: (T, N) each; and through `gather` what happened to the cars of other processes."""
+        moments = np.empty((len(rewards), len(self.tracks), 3))
         for t in range(len(rewards)):
             self.returns = self.returns * self.gamma + rewards[t]
             for i, cars in enumerate(self.tracks):
                 some = self.returns[cars]
-                self.moments[i] = merge_moments(self.moments[i], (some.mean(), some.var(), len(some)))
+                moments[t, i] = some.mean(), some.var(), len(some)
             self.returns[done[t]] = 0.0  # the next episode begins with nothing
+        everyones = np.stack(gather(moments)).tolist()
+        for t in range(len(rewards)):
+            for i in range(len(self.tracks)):
+                for theirs in everyones:
+                    self.moments[i] = merge_moments(self.moments[i], theirs[t][i])
 
     @property
     def deviation(self) -> np.ndarray:
@@ -362,19 +484,34 @@ class Storage:
 
 
 @torch.no_grad()
-def rollout(agent: Agent, envs, storage: Storage, stats: RaceStats, generator: torch.Generator, clock: Clock) -> None:
-    """Drive all cars for T ticks from storage.obs[-1], and leave everything the update needs in storage."""
+def rollout(agent: Agent, envs, storage: Storage, stats: RaceStats, generator, clock: Clock, recover=None) -> None:
+    """Drive all cars for T ticks from storage.obs[-1], and leave everything the update needs in storage.
+
+    A bridge that fails in a step has not given it: recover(error) brings observations of new episodes, or raises. What the
+    cars were doing ends before that step, as truncated, and the tick is driven anew: no step is made up.
+    """
     storage.obs[0] = storage.obs[-1].clone()
     storage.final_obs.clear()
     steps, num_envs = storage.rewards.shape
     noise = torch.randn(steps, num_envs, len(ACTION_LOW), generator=generator)
     std = agent.log_std.exp()
-    for t in range(steps):
+    t = 0
+    while t < steps:
         with clock("policy"):
             storage.actions[t] = agent.actor(agent.normalize(storage.obs[t])) + std * noise[t]
             actions = storage.actions[t].numpy()
-        with clock("environment"):
-            obs, rewards, terminated, truncated, infos = envs.step(actions)
+        try:
+            with clock("environment"):
+                obs, rewards, terminated, truncated, infos = envs.step(actions)
+        except BridgeError as error:
+            if recover is None:
+                raise
+            if t > 0:
+                cars = np.flatnonzero(~(storage.terminated[t - 1] | storage.truncated[t - 1]))
+                storage.final_obs.append((t - 1, cars, storage.obs[t, cars].numpy()))
+                storage.truncated[t - 1, cars] = True
+            storage.obs[t] = torch.from_numpy(recover(error))
+            continue
         with clock("logging"):
             stats.step(infos)
         storage.obs[t + 1] = torch.from_numpy(obs)
@@ -382,6 +519,7 @@ def rollout(agent: Agent, envs, storage: Storage, stats: RaceStats, generator: t
         if "final_obs" in infos:
             cars = np.flatnonzero(infos["_final_obs"])
             storage.final_obs.append((t, cars, np.stack(infos["final_obs"][cars])))
+        t += 1
     storage.logprobs[:] = gaussian_logprob(noise, agent.log_std)
 
 
@@ -430,36 +568,79 @@ def ppo_loss(logprobs, old_logprobs, advantages, clip_coef: float):
 
 
 def make_optimizers(agent: Agent, learning_rate: float) -> dict[str, torch.optim.Adam]:
-    """An Adam for the actor and one for the critic; fused where this torch can do that on this device (4x as fast on a CPU)."""
+    """An Adam for the actor and one for the critic; fused where this torch can do that on this device."""
 
     def adam(parameters):
+        vector = as_one_vector(list(parameters))
         with contextlib.suppress(RuntimeError):
-            return torch.optim.Adam(parameters, lr=learning_rate, eps=1e-5, fused=True)
-        return torch.optim.Adam(parameters, lr=learning_rate, eps=1e-5)
+            return torch.optim.Adam([vector], lr=learning_rate, eps=1e-5, fused=True)
+        return torch.optim.Adam([vector], lr=learning_rate, eps=1e-5)
 
-    return {"actor": adam([agent.log_std, *agent.actor.parameters()]), "critic": adam(list(agent.critic.parameters()))}
+    return {"actor": adam([agent.log_std, *agent.actor.parameters()]), "critic": adam(agent.critic.parameters())}
 
 
-def update(agent: Agent, optimizers, batch: dict[str, torch.Tensor], args: Args, generator: torch.Generator) -> dict:
+def as_one_vector(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """A vector of which the parameters, and their gradients, become parts: what is done to it is done to all, in one go."""
+    vector = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    vector.grad = torch.zeros_like(vector)
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, value, grad in zip(parameters, vector.data.split(sizes), vector.grad.split(sizes), strict=True):
+        parameter.data, parameter.grad = value.view_as(parameter), grad.view_as(parameter)
+    return vector
+
+
+def update(
+    agent: Agent, optimizers, batch: dict[str, torch.Tensor], args: Args, generator: torch.Generator, team: Team
+) -> dict:
     """Some epochs of minibatch steps on one rollout. batch: tensors (B, ...) -> metrics
 
-    Actor and critic share no weights, so each has a loss, an optimiser and a clipped gradient of its own, and the two learn
-    at the same time, on a core each. The shuffles are drawn beforehand: the numbers do not depend on who is faster.
+    Actor and critic share no weights, so each has a loss, an optimiser and a clipped gradient of its own. In a process alone
+    the two learn at the same time, on a core each. The shuffles are drawn beforehand: the numbers do not depend on who is
+    faster. Of several processes each has one core, and both gradients are averaged over all processes at every step.
     """
     samples = len(batch["obs"])
     orders = [torch.randperm(samples, generator=generator) for _ in range(args.update_epochs)]
-    minibatches = max(1, round(samples / args.minibatch_size))
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=[args.threads]) as other_core:
-        critic = other_core.submit(update_critic, agent, optimizers["critic"], batch, orders, minibatches, args)
-        metrics = update_actor(agent, optimizers["actor"], batch, orders, minibatches, args)
-        metrics |= critic.result()
+    minibatches = max(1, round(samples * team.size / args.minibatch_size))
+    actor = update_actor(agent, optimizers["actor"], batch, orders, minibatches, args, team)
+    critic = update_critic(agent, optimizers["critic"], batch, orders, minibatches, args)
+    if team.size == 1:
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=[args.threads]) as other_core:
+            on_other_core = other_core.submit(learn_to_the_end, critic)
+            metrics = learn_to_the_end(actor) | on_other_core.result()
+    else:
+        metrics = learn_in_step(team, actor, critic)
     metrics["train/loss"] = metrics["train/policy_gradient_loss"] + metrics["train/value_loss"]
     metrics["train/loss"] += args.ent_coef * metrics["train/entropy_loss"]
     return metrics
 
 
-def update_actor(agent: Agent, optimizer, batch, orders, minibatches: int, args: Args) -> dict:
-    """The policy's share of an update."""
+def learn_to_the_end(learner) -> dict:
+    """Let one network learn. A learner yields every gradient before it takes the step."""
+    while True:
+        try:
+            next(learner)
+        except StopIteration as end:
+            return end.value
+
+
+def learn_in_step(team: Team, *learners) -> dict:
+    """Let networks learn one minibatch at a time, from the gradients of all processes."""
+    metrics = {}
+    while learners:
+        gradients = []
+        for learner in learners:
+            try:
+                gradients.append(next(learner))
+            except StopIteration as end:
+                metrics |= end.value
+                learners = tuple(other for other in learners if other is not learner)
+        if gradients:
+            team.average(*gradients)
+    return metrics
+
+
+def update_actor(agent: Agent, optimizer, batch, orders, minibatches: int, args: Args, team: Team):
+    """The policy's share of an update, as a learner."""
     names = ("obs", "actions", "logprobs", "advantages")
     policy_losses, logratios = [], []
     for minibatch in shuffled(batch, names, orders, minibatches):
@@ -469,9 +650,12 @@ def update_actor(agent: Agent, optimizer, batch, orders, minibatches: int, args:
         policy_loss, logratio = ppo_loss(logprobs, mb_logprobs, mb_advantages, args.clip_coef)
         policy_losses.append(policy_loss.detach())
         logratios.append(logratio.detach())
-        if args.target_kl is not None and approx_kl(logratios[-1]) > args.target_kl:
-            break  # before the step that would take the policy farther
-        learn(optimizer, policy_loss - args.ent_coef * gaussian_entropy(agent.log_std), args.max_grad_norm)
+        if args.target_kl is not None:
+            moved = approx_kl(logratios[-1]).reshape(1)
+            team.average(moved)  # all stop, or none
+            if moved > args.target_kl:
+                break  # before the step that would take the policy farther
+        yield from learn(optimizer, policy_loss - args.ent_coef * gaussian_entropy(agent.log_std), args.max_grad_norm)
     logratio = torch.cat(logratios)
     return {
         "train/policy_gradient_loss": torch.stack(policy_losses).mean().item(),
@@ -484,13 +668,13 @@ def update_actor(agent: Agent, optimizer, batch, orders, minibatches: int, args:
     }
 
 
-def update_critic(agent: Agent, optimizer, batch, orders, minibatches: int, args: Args) -> dict:
-    """The critic's share of an update."""
+def update_critic(agent: Agent, optimizer, batch, orders, minibatches: int, args: Args):
+    """The critic's share of an update, as a learner."""
     value_losses = []
     for mb_obs, mb_returns in shuffled(batch, ("obs", "returns"), orders, minibatches):
         value_loss = 0.5 * (agent.critic(mb_obs).squeeze(-1) - mb_returns).square().mean()
         value_losses.append(value_loss.detach())
-        learn(optimizer, value_loss, args.max_grad_norm)
+        yield from learn(optimizer, value_loss, args.max_grad_norm)
     return {"train/value_loss": torch.stack(value_losses).mean().item()}
 
 
@@ -500,11 +684,13 @@ def shuffled(batch, names, orders, minibatches: int):
         yield from zip(*(torch.tensor_split(batch[name][order], minibatches) for name in names), strict=True)
 
 
-def learn(optimizer, loss, max_grad_norm: float) -> None:
-    """One step down the gradient, which is scaled down to max_grad_norm if it is longer."""
-    optimizer.zero_grad()
+def learn(optimizer, loss, max_grad_norm: float):
+    """One step down the gradient, which is scaled down to max_grad_norm if it is longer. Yields the gradient beforehand."""
+    (parameters,) = optimizer.param_groups[0]["params"]
+    parameters.grad.zero_()
     loss.backward()
-    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_grad_norm, foreach=True)
+    yield parameters.grad
+    parameters.grad.mul_((max_grad_norm / (parameters.grad.norm() + 1e-6)).clamp(max=1.0))
     optimizer.step()
 
 
@@ -677,6 +863,26 @@ def unpack(value):
     return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
+def join(states: list[dict | None]) -> dict | None:
+    """The states of all processes as that of the whole run: the arrays over cars one after the other."""
+    if states[0] is None:
+        return None
+    return {
+        name: states[0][name] if name in NOT_OVER_CARS else np.concatenate([state[name] for state in states])
+        for name in states[0]
+    }
+
+
+def share_of(state: dict, team: Team) -> dict:
+    """The other way round: what of the whole run belongs to this process."""
+
+    def mine(array):
+        count = len(array) // team.size
+        return array[team.rank * count : (team.rank + 1) * count]
+
+    return {name: value if name in NOT_OVER_CARS else mine(value) for name, value in state.items()}
+
+
 def write_whole(path: Path, write) -> bool:
     """A file whole or not at all: write(file) to one beside it, then into place. -> whether it worked
 
@@ -730,9 +936,11 @@ def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
         raise ValueError(
             f"{path} is a checkpoint of {checkpoint['algorithm']}; load it with {checkpoint['algorithm']}_racer.py"
         )
-    if not isinstance(checkpoint["format"], int) or checkpoint["format"] > CHECKPOINT_FORMAT:
+    if checkpoint["format"] != CHECKPOINT_FORMAT:
+        newer = isinstance(checkpoint["format"], int) and checkpoint["format"] > CHECKPOINT_FORMAT
         raise ValueError(
-            f"{path} has format {checkpoint['format']}, this program knows up to {CHECKPOINT_FORMAT}: a newer one wrote it; update"
+            f"{path} has format {checkpoint['format']!r}, this program knows {CHECKPOINT_FORMAT}: "
+            + ("a newer one wrote it; update" if newer else "an older one wrote it; train anew")
         )
     lacking = [key for key in CHECKPOINT_KEYS if key not in checkpoint]
     settings = {field.name for field in dataclasses.fields(Args)} - set(NOT_SETTINGS)
@@ -791,9 +999,13 @@ def resumed_args(given: Args, saved: dict) -> Args:
 
 
 class Stop:
-    """Ctrl+C and SIGTERM ask for an orderly end: the update under way is finished, a checkpoint written. Twice: at once."""
+    """Ctrl+C and SIGTERM ask for an orderly end: the update under way is finished, a checkpoint written. Twice: at once.
 
-    def __init__(self):
+    (One after the other is not twice: torchrun passes on a Ctrl+C, which its processes have got already, as SIGTERM.)
+    """
+
+    def __init__(self, silent: bool = False):
+        self.silent = silent
         self.signal: int | None = None
         self._before: dict = {}
 
@@ -804,14 +1016,47 @@ class Stop:
         return self
 
     def _ask(self, number, _frame) -> None:
-        if self.signal is not None:
+        if self.signal == number:
             raise KeyboardInterrupt
-        self.signal = number
-        print("\nstopping: finishing this update, then saving (once more to stop at once)", file=sys.stderr, flush=True)
+        self.signal = self.signal or number
+        if not self.silent:
+            print(
+                "\nstopping: finishing this update, then saving (once more to stop at once)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep, but not through a signal. -> whether there was none"""
+        until = time.monotonic() + seconds
+        while self.signal is None and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.signal is None
 
     def __exit__(self, *_):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def launch_name() -> str:
+    """What stays the same when torchrun starts its processes again after one has died."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name
+
+
+def find_run(args: Args) -> tuple[Path | None, dict | None]:
+    """The folder and the checkpoint to go on from: those of --resume, or of this very run before torchrun began it again."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if args.resume is not None:
+        folder = args.resume if args.resume.is_dir() else args.resume.parent
+        return folder, load_checkpoint(folder if again else args.resume)
+    if again:
+        for facts in args.run_dir.glob("*/args.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if json.loads(facts.read_text())["launch"] == launch_name():
+                    folder = facts.parent
+                    return folder, load_checkpoint(folder) if (folder / "checkpoint.pt").exists() else None
+    return None, None
 
 
 def make_run_folder(args: Args) -> Path:
@@ -843,7 +1088,13 @@ def provenance() -> dict:
         commit = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=5).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         commit = None
-    return {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "commit": commit, "versions": versions}
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit,
+        "versions": versions,
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),
+        "launch": launch_name(),
+    }
 
 
 # ======================================================================================================================
@@ -854,26 +1105,35 @@ def provenance() -> dict:
 class Run:
     """Everything a run consists of, and its way into a checkpoint and back. What happens with it stands in `train`."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, team: Team):
         torch.set_num_threads(args.threads)
         torch.manual_seed(args.seed)
-        self.args, self.clock, self.session_began = args, Clock(), time.perf_counter()
-        self.generator = torch.Generator().manual_seed(args.seed)
-        env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": args.bridge_url or None}
+        self.args, self.team, self.clock, self.session_began = args, team, Clock(), time.perf_counter()
+        self.stop = Stop(silent=not team.first)
+        self.generator = torch.Generator().manual_seed(args.seed + team.rank * RANK_SEED_STRIDE)
+        cars = args.num_envs // team.size  # of this process
+        first_car = cars * team.rank
+        urls = (
+            args.bridge_url[team.rank :: team.size] or args.bridge_url[team.rank % max(len(args.bridge_url), 1) :][:1]
+        )
+        env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": urls or None}
         # The bridge first: if it cannot serve, say so before anything else is made.
-        self.envs = RacerVectorEnv(args.num_envs, **env, start=args.start, stagger=True)
-        try:
-            self.envs.check()
-            self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
-        except BaseException:
-            self.envs.close()
-            raise
+        with team.together():
+            self.envs = RacerVectorEnv(cars, **env, start=args.start, stagger=True, first_car=first_car)
+            try:
+                self.envs.check()
+                self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
+            except BaseException:
+                self.envs.close()
+                raise
         self.agent = Agent(args.hidden, args.init_std, args.init_throttle)
+        self.agent.load_state_dict(team.share(self.agent.state_dict))  # other machines may round otherwise
         self.optimizers = make_optimizers(self.agent, args.learning_rate)
-        self.scaler = RewardScaler(args.num_envs, args.gamma, len(args.track_id))
-        self.storage = Storage(args.rollout_steps, args.num_envs)
-        self.stats = RaceStats(args.num_envs, self.envs.config["episode"]["maxSteps"], args.start == "grid")
+        self.scaler = RewardScaler(cars, args.gamma, len(args.track_id), first_car)
+        self.storage = Storage(args.rollout_steps, cars)
+        self.stats = RaceStats(cars, self.envs.config["episode"]["maxSteps"], args.start == "grid")
         self.steps = 0
+        self.bridge_faults = self.faults_in_a_row = 0
         self.seconds_before = 0.0  # in sessions before this one
         self.best = {"score": -math.inf, "step": 0, "episodes": []}
         self.best_laps: tuple[list[Episode], np.ndarray] | None = None  # of this session, for pictures
@@ -887,6 +1147,8 @@ class Run:
     def open_folder(self, folder: Path, resumed: bool) -> None:
         args = self.args
         self.folder = folder
+        if not self.team.first:
+            return
         for leftover in folder.glob("*.tmp"):  # of a run that was killed while it wrote
             with contextlib.suppress(OSError):
                 leftover.unlink()
@@ -896,7 +1158,8 @@ class Run:
         self.progress = Progress(args.total_timesteps, self.steps)
         where = f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
         going_on = f", going on from step {self.steps:,}" if resumed else ""
-        self.progress.say(f"{folder}: {args.num_envs} cars on {', '.join(args.track_id)}{where}{going_on}")
+        by = f", {self.team.size} processes" if self.team.size > 1 else ""
+        self.progress.say(f"{folder}: {args.num_envs} cars on {', '.join(args.track_id)}{where}{by}{going_on}")
 
     @property
     def seconds(self) -> float:
@@ -916,32 +1179,81 @@ class Run:
         """Whether the last iteration went past a multiple of so many steps, or was the last."""
         return self.finished or self.steps // every > (self.steps - self.args.steps_per_iteration) // every
 
-    def log(self, metrics: dict[str, float]) -> None:
-        self.stats.log(self.logger)
+    def meet(self, metrics: dict[str, float]) -> tuple[dict[str, float], list[dict], int | None]:
+        """After an iteration all processes tell each other how it went. -> mean metrics, the others' news, a signal to stop"""
+        weights = torch.cat([p.detach().flatten() for p in self.agent.parameters()]).numpy()
+        news = None if self.team.first else self.stats.news()
+        mine = {"metrics": metrics, "news": news, "signal": self.stop.signal, "faults": self.bridge_faults}
+        everyones = self.team.gather({**mine, "weights": zlib.crc32(weights)})
+        if len({theirs["weights"] for theirs in everyones}) > 1:
+            raise TeamError(
+                f"the processes' weights have come apart by step {self.steps:,}: are these machines of one kind?"
+            )
+        metrics = {name: float(np.mean([theirs["metrics"][name] for theirs in everyones])) for name in metrics}
+        if self.args.bridge_url:
+            metrics["racer/bridge_faults"] = sum(theirs["faults"] for theirs in everyones)
+        signals = [theirs["signal"] for theirs in everyones if theirs["signal"] is not None]
+        return metrics, [theirs["news"] for theirs in everyones[1:]], signals[0] if signals else None
+
+    def reconnect(self, envs: RacerVectorEnv, error: BridgeError):
+        """After a bridge fault: connect again, as often in a row as --bridge-retries says. -> observations, infos; or raises"""
+        self.bridge_faults += 1
+        while True:
+            self.faults_in_a_row += 1
+            pause = min(2 ** (self.faults_in_a_row - 1), LONGEST_PAUSE_S)
+            if self.faults_in_a_row > self.args.bridge_retries or not self.stop.wait(pause):
+                raise error
+            which = f"retry {self.faults_in_a_row} of {self.args.bridge_retries}"
+            print(f"\nWARNING: {error}. Connecting again ({which})", file=sys.stderr, flush=True)
+            try:
+                return envs.reconnect()
+            except BridgeError as again:
+                error = again
+
+    def recover(self, error: BridgeError) -> np.ndarray:
+        """For the rollout: new episodes for all cars, or the error again."""
+        obs, infos = self.reconnect(self.envs, error)
+        self.stats.interrupt(infos)
+        return obs
+
+    def log(self, metrics: dict[str, float], others_news: list[dict]) -> None:
+        self.stats.log(self.logger, others_news)
         metrics = {**metrics, "time/fps": self.steps / self.seconds}
         for name, seconds in self.clock.seconds.items():
             metrics[f"time/{name}_sec"] = seconds
         for name, value in metrics.items():
             self.logger.record(name, value)
 
-    def save(self) -> bool:
+    def save(self, name: str = "checkpoint.pt") -> bool:
         with self.clock("checkpoints"):
-            return save_checkpoint(self.folder / "checkpoint.pt", self.get_state())
+            state = self.get_state()
+            return not self.team.first or save_checkpoint(self.folder / name, state)
 
     def get_state(self) -> dict:
-        embedded = not self.args.bridge_url
+        """The whole run, which all processes put together."""
+        mine = {
+            "scaler": self.scaler.get_state(),
+            "stats": self.stats.get_state(),
+            "generator": self.generator.get_state(),
+        }
+        mine["envs"] = None if self.args.bridge_url else self.envs.get_state()
+        everyones = self.team.gather(mine)
+        whole = {name: pack(join([theirs[name] for theirs in everyones])) for name in ("scaler", "stats", "envs")}
         return {
             "algorithm": ALGORITHM,
             "format": CHECKPOINT_FORMAT,
             "args": saved_args(self.args),
             "agent": {name: value.clone() for name, value in self.agent.state_dict().items()},
             "optimizers": {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in self.optimizers.items()},
-            "scaler": pack(self.scaler.get_state()),
-            "stats": pack(self.stats.get_state()),
-            "envs": pack(self.envs.get_state()) if embedded else None,
+            **whole,
             "config": self.envs.config,
-            "generator": self.generator.get_state(),
-            "counters": {"iteration": self.iteration, "steps": self.steps, "seconds": self.seconds},
+            "generators": [theirs["generator"] for theirs in everyones],
+            "counters": {
+                "iteration": self.iteration,
+                "steps": self.steps,
+                "seconds": self.seconds,
+                "bridge_faults": self.bridge_faults,
+            },
             "best": self.best,
             "published_beaten": self.published_beaten,
         }
@@ -956,17 +1268,24 @@ class Run:
             self.agent.load_state_dict(checkpoint["agent"])
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(checkpoint["optimizers"][name])
-            self.scaler.set_state(unpack(checkpoint["scaler"]))
-            self.generator.set_state(checkpoint["generator"])
-            counters = checkpoint["counters"]
+            counters, team = checkpoint["counters"], self.team
             self.steps, self.seconds_before = counters["steps"], counters["seconds"]
+            self.bridge_faults = counters["bridge_faults"] if team.first else 0
             self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
-            self.stats.set_state(unpack(checkpoint["stats"]))
+            self.scaler.set_state(share_of(unpack(checkpoint["scaler"]), team))
+            self.stats.set_state(share_of(unpack(checkpoint["stats"]), team))
+            if len(checkpoint["generators"]) == team.size:
+                self.generator.set_state(checkpoint["generators"][team.rank])
+            else:
+                self.generator.manual_seed(self.args.seed + team.rank * RANK_SEED_STRIDE + self.steps)
+                if team.first:
+                    say(f"going on with {team.size} instead of {len(checkpoint['generators'])} processes: as good, but with other "
+                        "random numbers, so not bit for bit")  # fmt: skip
             if checkpoint["envs"] is None:  # the real game begins new episodes
                 self.stats.forget_episodes()
                 self.begin()
             else:
-                self.storage.obs[-1] = torch.from_numpy(self.envs.set_state(unpack(checkpoint["envs"])))
+                self.storage.obs[-1] = torch.from_numpy(self.envs.set_state(share_of(unpack(checkpoint["envs"]), team)))
         except BridgeError:
             raise
         except (KeyError, RuntimeError, TypeError) as error:
@@ -977,22 +1296,23 @@ class Run:
         self.eval_envs.close()
         if hasattr(self, "logger"):
             self.logger.close()
+        self.team.close()
 
 
-def start_run(args: Args) -> Run:
+def start_run(args: Args, team: Team) -> Run:
     """A new run, or the one in --resume as it stood."""
-    checkpoint = None
-    if args.resume is not None:
-        checkpoint = load_checkpoint(args.resume)
+    folder, checkpoint = team.share(find_run, args)
+    if checkpoint is not None:
         args = resumed_args(args, checkpoint["args"])
-    run = Run(args)
+    run = Run(args, team)
     try:
         if checkpoint is None:
-            folder = make_run_folder(args)
-            run.begin()
+            folder = folder or team.share(make_run_folder, args)
+            with team.together():
+                run.begin()
         else:
-            folder = args.resume if args.resume.is_dir() else args.resume.parent
-            run.set_state(checkpoint, folder)
+            with team.together():
+                run.set_state(checkpoint, folder)
         run.open_folder(folder, resumed=checkpoint is not None)
     except BaseException:
         run.close()
@@ -1002,25 +1322,32 @@ def start_run(args: Args) -> Run:
 
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    run = start_run(args)
+    team = Team(patience_s=args.bridge_retries * LONGEST_PAUSE_S)
+    run = start_run(args, team)
     args, stopped = run.args, None
     try:
-        with Stop() as stop:
+        with run.stop:
             while not run.finished and stopped is None:
-                metrics = learn_once(run)
-                with run.clock("logging"):
-                    run.log(metrics)
+                metrics, others_news, stopped = run.meet(learn_once(run))
+                if team.first:
+                    with run.clock("logging"):
+                        run.log(metrics, others_news)
                 if run.due(args.eval_every):
                     with run.clock("evaluation"):
-                        evaluate_run(run)
-                with run.clock("logging"):
-                    run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
-                stopped = stop.signal
+                        is_best = team.share(evaluate_run, run)
+                    if is_best:
+                        run.save("best.pt")
+                if team.first:
+                    with run.clock("logging"):
+                        run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
                 if run.due(args.checkpoint_every) or stopped is not None:
                     run.save()
         return report(run, stopped)
     except BridgeError as error:
         error.saved_in = run.folder if run.save() else None  # as after the last update; what was driven since is lost
+        raise
+    except (TeamError, FloatingPointError) as error:
+        error.folder = run.folder
         raise
     finally:
         run.close()
@@ -1032,10 +1359,12 @@ def learn_once(run: Run) -> dict[str, float]:
     if args.anneal_lr:
         for optimizer in run.optimizers.values():
             optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.iteration / args.num_iterations)
-    rollout(agent, run.envs, storage, run.stats, run.generator, clock)
+    with run.team.together():
+        rollout(agent, run.envs, storage, run.stats, run.generator, clock, run.recover)
+        run.faults_in_a_row = 0
     with clock("learning"):
         values, next_values = estimate_values(agent, storage)
-        run.scaler.update(storage.rewards, storage.terminated | storage.truncated)
+        run.scaler.update(storage.rewards, storage.terminated | storage.truncated, run.team.gather)
         rewards = storage.rewards / run.scaler.deviation
         ends = storage.terminated, storage.truncated
         advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
@@ -1048,18 +1377,23 @@ def learn_once(run: Run) -> dict[str, float]:
                 "advantages": torch.from_numpy(advantages.astype(np.float32)).reshape(-1),
                 "returns": torch.from_numpy(returns.astype(np.float32)).reshape(-1),
             }
-        metrics = update(agent, run.optimizers, batch, args, run.generator)
+        metrics = update(agent, run.optimizers, batch, args, run.generator, run.team)
         if run.steps < args.norm_steps:
-            agent.update_normalizer(obs)
+            agent.update_normalizer(obs, run.team.gather)
     check_finite(agent, metrics, run.iteration + 1)
     run.steps += args.steps_per_iteration
     return {**metrics, "train/explained_variance": explained_variance(values, returns)}
 
 
-def evaluate_run(run: Run) -> None:
-    """Drive an episode per track without noise; keep the driver if it is the best so far, and draw its best lap."""
+def evaluate_run(run: Run) -> bool:
+    """Drive an episode per track without noise, and draw the best lap of the best driver. -> whether that is this one"""
     args, folder, logger = run.args, run.folder, run.logger
-    episodes, actions = evaluate(run.agent, run.eval_envs, args.track_id)
+    episodes = None
+    while episodes is None:
+        try:
+            episodes, actions = evaluate(run.agent, run.eval_envs, args.track_id)
+        except BridgeError as error:
+            run.reconnect(run.eval_envs, error)
     since_start = run.seconds_before + time.perf_counter() - PROCESS_START_S
     for name, value in eval_metrics(episodes).items():
         logger.record(name, value)
@@ -1069,17 +1403,18 @@ def evaluate_run(run: Run) -> None:
         if mark and run.published_beaten is None and min(episode.flying_laps, default=mark) < mark:
             lap = {"track": episode.track, "ticks": min(episode.flying_laps)}
             run.published_beaten = {**lap, "steps": run.steps, "seconds": since_start}
-    if score(episodes) > run.best["score"]:
+    is_best = score(episodes) > run.best["score"]
+    if is_best:
         results = [summarize([episode]) for episode in episodes]
         run.best = {"score": score(episodes), "step": run.steps, "episodes": results}
         run.best_laps = episodes, actions
-        save_checkpoint(folder / "best.pt", run.get_state())
         show_lap(run, with_replay=False)
     if run.finished:
         if run.best_laps is None and (folder / "best.pt").exists():  # the best driver is of an earlier session
             best = restore_agent(load_checkpoint(folder / "best.pt"), folder)
             run.best_laps = evaluate(best, run.eval_envs, args.track_id)
         show_lap(run, with_replay=True)
+    return is_best
 
 
 def show_lap(run: Run, with_replay: bool) -> None:
@@ -1104,9 +1439,20 @@ def save_picture(path: Path, picture: np.ndarray) -> None:
     Image.fromarray(picture).save(path)
 
 
+def command() -> str:
+    """How this program was started, for telling people how to go on."""
+    program, processes = shlex.quote(os.path.relpath(__file__)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return (
+        f"torchrun --nproc_per_node={processes} {program}" if "LOCAL_WORLD_SIZE" in os.environ else f"python {program}"
+    )
+
+
 def report(run: Run, stopped: int | None) -> dict:
     """The summary at the end: what was reached, where it is, what to type next."""
     args, folder, clock, finished, seconds = run.args, run.folder, run.clock, run.finished, run.seconds
+    reached = {"run_folder": str(folder), "steps": run.steps, "finished": finished, "signal": stopped}
+    if not run.team.first:
+        return reached
     total = sum(clock.seconds.values())
     in_loop = total - clock.seconds.get("evaluation", 0.0)
     driven = run.steps - run.progress.first_step
@@ -1129,26 +1475,18 @@ def report(run: Run, stopped: int | None) -> dict:
         mark, lap = (ticks / TICKS_PER_SECOND for ticks in (PUBLISHED_LAP_TICKS[beaten["track"]], beaten["ticks"]))
         say(f"          first lap under the published driver's {mark:.3f} s: {lap:.3f} s, seen {beaten['seconds']:.1f} s after "
             f"the start of the process, at {beaten['steps']:,} steps")  # fmt: skip
-    command = f"python {shlex.quote(os.path.relpath(__file__))}"
     files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line.png", "replay.gif")
     there = [name for name in files if (folder / name).exists()]
     say(f"files     {folder}: {', '.join(there)}")
     if not finished:
-        say(f"go on     {command} --resume {shlex.quote(str(folder))}")
+        say(f"go on     {command()} --resume {shlex.quote(str(folder))}")
     if "best.pt" in there:
-        say(f"evaluate  {command} --evaluate {shlex.quote(str(folder / 'best.pt'))}")
+        say(
+            f"evaluate  python {shlex.quote(os.path.relpath(__file__))} --evaluate {shlex.quote(str(folder / 'best.pt'))}"
+        )
     say(f"look      tensorboard --logdir {shlex.quote(str(folder.parent))}")
-    return {
-        "run_folder": str(folder),
-        "steps": run.steps,
-        "seconds": seconds,
-        "steps_per_sec": rate,
-        "clock": dict(clock.seconds),
-        "best": run.best,
-        "published_beaten": run.published_beaten,
-        "finished": finished,
-        "signal": stopped,
-    }
+    reached |= {"seconds": seconds, "steps_per_sec": rate, "clock": dict(clock.seconds)}
+    return {**reached, "best": run.best, "published_beaten": run.published_beaten}
 
 
 # ======================================================================================================================
@@ -1194,7 +1532,12 @@ def main() -> int:
     args = tyro.cli(Args, description=__doc__)
     words = {word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in sys.argv[1:]}
     args.given = {field.name for field in dataclasses.fields(Args)} & words
-    program = Path(__file__).name
+    program, first = Path(__file__).name, int(os.environ.get("RANK", 0)) == 0
+
+    def complain(error, more: str = "") -> None:
+        if first or not getattr(error, "shared", False):  # what all processes know, one says
+            print(f"\n{program}: {error}{more}", file=sys.stderr, flush=True)
+
     try:
         if "bridge_url" in args.given and not args.bridge_url:
             raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
@@ -1203,16 +1546,24 @@ def main() -> int:
             return 0
         result = train(args)
     except BridgeError as error:
-        print(f"\n{program}: {error}", file=sys.stderr)
-        if getattr(error, "saved_in", None):
-            print(f"Saved; go on with: python {program} --resume {shlex.quote(str(error.saved_in))}", file=sys.stderr)
+        saved = getattr(error, "saved_in", None)
+        complain(error, f"\nSaved; go on with: {command()} --resume {shlex.quote(str(saved))}" if saved else "")
         return EXIT_BRIDGE
+    except TeamError as error:
+        folder = getattr(error, "folder", None)
+        where = (
+            f"; go on from the last checkpoint with: {command()} --resume {shlex.quote(str(folder))}" if folder else ""
+        )
+        complain(error, f". The run ends{where}")
+        return EXIT_TEAM
     except FloatingPointError as error:
-        print(f"\n{program}: {error}. Learning has blown up, and nothing of that was saved: the last checkpoint is from before. "
-              "Start again with a smaller --learning-rate", file=sys.stderr)  # fmt: skip
+        error.shared = True  # the weights are the same everywhere
+        folder = getattr(error, "folder", "the run folder")
+        complain(error, f". Learning has blown up, and nothing of that was saved: the last checkpoint in {folder} is from before. "
+                 "Start again with a smaller --learning-rate")  # fmt: skip
         return 1
     except (ValueError, OSError) as error:
-        print(f"\n{program}: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except KeyboardInterrupt:
         print(f"\n{program}: stopped at once; the last checkpoint is the one to --resume", file=sys.stderr)

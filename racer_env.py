@@ -215,8 +215,8 @@ class EmbeddedCars:
         check()            raises if the backend cannot serve a run; close() is idempotent and never hangs
     """
 
-    def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, start: str):
-        self.sim = RacerSim(num_cars, track_ids, config, start)
+    def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, start: str, first_car: int = 0):
+        self.sim = RacerSim(num_cars, track_ids, config, start, first_car=first_car)
 
     def check(self) -> None:
         pass
@@ -477,8 +477,8 @@ class BridgeCars:
     A lost reply cannot be made up, so nothing is retried: an error closes all connections and says which one failed.
     """
 
-    def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, urls: Sequence[str]):
-        self.track_ids = [track_ids[i % len(track_ids)] for i in range(num_cars)]
+    def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, urls: Sequence[str], first_car: int = 0):
+        self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
         self.config = config
         self.connections: list[BridgeConnection] = []
         try:
@@ -542,7 +542,7 @@ def as_names(value, argument: str, hint: str) -> list[str]:
     return [str(name) for name in names]
 
 
-def make_cars(num_cars: int, track_id, config_path, bridge_url, start: str):
+def make_cars(num_cars: int, track_id, config_path, bridge_url, start: str, first_car: int = 0):
     """The backend for N cars: embedded, or on one or several bridges if a URL is given. All checks of what the user gave."""
     if isinstance(num_cars, bool) or not isinstance(num_cars, (int, np.integer)) or num_cars < 1:
         raise ValueError(f"num_envs is {num_cars!r}; it must be a whole number, 1 or more")
@@ -551,7 +551,7 @@ def make_cars(num_cars: int, track_id, config_path, bridge_url, start: str):
     track_ids = as_names(track_id, "track_id", f"Available: {', '.join(TRACKS)}")
     config = load_config(config_path)
     if bridge_url is None:
-        return EmbeddedCars(int(num_cars), track_ids, config, start), config
+        return EmbeddedCars(int(num_cars), track_ids, config, start, first_car), config
     urls = as_names(bridge_url, "bridge_url", "Leave it out to drive on the embedded engine")
     if start != "grid":
         raise ValueError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
@@ -560,7 +560,7 @@ def make_cars(num_cars: int, track_id, config_path, bridge_url, start: str):
             raise ValueError(
                 f"track {track!r} is a file, but the real game has only its own tracks, e.g. {', '.join(TRACKS)}"
             )
-    return BridgeCars(int(num_cars), track_ids, config, urls), config
+    return BridgeCars(int(num_cars), track_ids, config, urls, first_car), config
 
 
 # ======================================================================================================================
@@ -729,7 +729,10 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         bridge_url   one URL, or several: car i connects to bridge_url[i % len(bridge_url)]
         stagger      cut the first episodes short (truncated), each at another time, so that with many cars not all episodes
                      end in the same tick; infos["episode"]["cut"] marks these
-    reset(seed=s) seeds car i with s + i; options={"reset_mask": mask} resets some cars only.
+        first_car    for a fleet that several processes share: car i of this environment is car first_car + i of the fleet,
+                     which decides its track and its seed
+    reset(seed=s) seeds car i with s + i; options={"reset_mask": mask} resets some cars only. After a BridgeError,
+    reconnect() begins anew.
     """
 
     metadata = {**RacerEnv.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -745,13 +748,16 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         render_mode: str | None = None,
         episode_statistics: bool = True,
         stagger: bool = False,
+        first_car: int = 0,
     ):
         _check_render_mode(render_mode, track_id, bridge_url)
         self.render_mode = render_mode
+        self.first_car = first_car
         self.episode_statistics = episode_statistics
         self.starts_on_line = start == "grid"
         self._state = "new"
-        self._cars, self.config = make_cars(num_envs, track_id, config_path, bridge_url, start)
+        self._make_cars = lambda: make_cars(num_envs, track_id, config_path, bridge_url, start, first_car)
+        self._cars, self.config = self._make_cars()
         self.num_envs = int(num_envs)
         self.single_observation_space, self.single_action_space = observation_space(), action_space()
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
@@ -759,16 +765,46 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._camera = _Camera(self._cars, track_id, self.config) if render_mode else None
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, np.int64)
-        self._limits = np.full(self.num_envs, NO_LIMIT)
-        if stagger:
-            places = np.arange(self.num_envs) * STAGGER_STRIDE % self.num_envs  # neighbours end at different times
-            self._limits = np.ceil((places + 1) / self.num_envs * self.config["episode"]["maxSteps"]).astype(np.int64)
+        self._stagger = stagger
+        self._set_limits()
         self._started_s = np.zeros(self.num_envs)
         self._everyone = np.ones(self.num_envs, bool)
+
+    def _set_limits(self) -> None:
+        self._limits = np.full(self.num_envs, NO_LIMIT)
+        if self._stagger:
+            places = np.arange(self.num_envs) * STAGGER_STRIDE % self.num_envs  # neighbours end at different times
+            self._limits = np.ceil((places + 1) / self.num_envs * self.config["episode"]["maxSteps"]).astype(np.int64)
 
     def check(self) -> None:
         """Raise now if a bridge cannot serve this run."""
         self._cars.check()
+
+    def reconnect(self):
+        """After a BridgeError: new connections, and new episodes on all of them. -> observations, infos, as from reset()
+
+        The step that failed has not happened to anybody. The episodes it cut off are in infos["episode"], as `cut`.
+        BridgeError again if the bridge is still not there.
+        """
+        _check_open(self._state)
+        self._cars.close()
+        self._cars, _ = self._make_cars()
+        everyone = np.arange(self.num_envs)
+        observations, info = self._cars.reset(everyone)
+        underway = self._lengths > 0
+        infos = _with_masks(info, self._everyone)
+        infos["episode"] = {
+            "r": self._returns.copy(),
+            "l": self._lengths.copy(),
+            "cut": underway,
+            "t": np.zeros(len(everyone)),
+        }
+        infos["_episode"] = underway
+        self._state = "running"
+        self._set_limits()
+        self._begin_episodes(everyone)
+        self._observations = observations
+        return observations.copy(), infos
 
     # -- state in, state out (embedded engine): what an exact resume needs ---------------------------------------------
 
@@ -843,7 +879,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             return None
         if isinstance(seed, (int, np.integer)):
             super().reset(seed=int(seed))
-            return [int(seed) + i for i in range(self.num_envs)]
+            return [int(seed) + self.first_car + i for i in range(self.num_envs)]
         if len(seed) != self.num_envs:
             raise ValueError(f"seed is a list of {len(seed)}; it needs one per car, {self.num_envs}")
         for i, value in enumerate(seed):

@@ -1012,7 +1012,7 @@ def _cached_world(tracks: tuple[Track, ...]) -> World:
 
 
 class RacerSim:
-    """N cars, each on its own copy of a track; car i drives tracks[i % len(tracks)].
+    """N cars, each on its own copy of a track; car i drives tracks[(first_car + i) % len(tracks)].
 
     step(actions) advances all cars one tick and returns observations (N, 14), rewards (N,), terminated (N,), truncated (N,).
     Afterwards `parts` holds the six reward parts, and the state arrays below say the rest. As in the game, a step after the
@@ -1049,6 +1049,7 @@ class RacerSim:
         config: dict | None = None,
         start: str = "grid",
         seed: int = 0,
+        first_car: int = 0,
     ):
         if num_cars < 1:
             raise ValueError(f"num_cars is {num_cars}; a simulation needs at least 1 car")
@@ -1059,7 +1060,7 @@ class RacerSim:
         self.num_cars, self.start = num_cars, start
         self.config = DEFAULT_CONFIG if config is None else config
         self.world = _cached_world(tuple(load_track(track) for track in tracks))
-        self.track = np.arange(num_cars) % len(tracks)
+        self.track = (first_car + np.arange(num_cars)) % len(tracks)
         marks = [zlib.crc32(track.control_points.tobytes()) for track in self.world.tracks]
         self.track_mark = np.array(marks, np.int64)[self.track]
         self.random_state = np.zeros(num_cars, np.uint64)

@@ -34,17 +34,21 @@ import platform  # noqa: E402
 import secrets  # noqa: E402
 import shlex  # noqa: E402
 import signal  # noqa: E402
+import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import warnings  # noqa: E402
 import zipfile  # noqa: E402
+import zlib  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from datetime import timedelta  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Annotated  # noqa: E402
 
 import gymnasium  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 import tyro  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -52,22 +56,19 @@ from callbacks_lite import TICKS_PER_SECOND, Clock, MetricsLogger, Progress, Rac
 from racer_env import ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
 
 ALGORITHM = "sac"
-CHECKPOINT_FORMAT = 1
-CHECKPOINT_KEYS = (
-    "args",
-    "agent",
-    "optimizers",
-    "scaler",
-    "stats",
-    "envs",
-    "config",
-    "generator",
-    "counters",
-    "best",
-    "buffer",
-)
+CHECKPOINT_FORMAT = 2
+CHECKPOINT_KEYS = ("args", "agent", "optimizers", "scaler", "stats", "envs", "config", "generators", "counters", "best")
+CHECKPOINT_KEYS += ("buffer",)
+NOT_OVER_CARS = ("moments", "episodes", "totals")  # what in a state is of the run, and not an array over its cars
 NOT_SETTINGS = ("resume", "evaluate", "episodes", "json")  # flags that say what to do, not how to train
-MAY_CHANGE = ("total_timesteps", "eval_every", "checkpoint_every", "tensorboard", "save_buffer")  # on --resume
+MAY_CHANGE = (
+    "total_timesteps",
+    "eval_every",
+    "checkpoint_every",
+    "tensorboard",
+    "bridge_retries",
+    "save_buffer",
+)  # on --resume
 # Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
 OBS_MEAN = (*[0.25] * 9, 0.6, 0.0, 0.0, 0.5, 0.2)
 OBS_STD = (*[0.2] * 9, 0.25, 0.3, 0.5, 0.3, 0.15)
@@ -75,7 +76,10 @@ PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the 
 FEW_CARS = 16  # up to here the defaults are those for a slow game
 LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
 MOST_THROTTLE = 0.9  # where --init-throttle ends, of [-1, 1]: at 1 the mean before squashing would be infinite
-EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE = 130, 143, 3
+EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE, EXIT_TEAM = 130, 143, 3, 4
+LONGEST_PAUSE_S = 30.0  # before connecting to a bridge again
+RANK_SEED_STRIDE = 1_000_003  # between the random numbers of the processes of a run
+ANSWER_S = 50.0  # a process of the run that has not answered for so long is given up
 # Types of flags that may be left out; what happens then, their help says itself.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
@@ -116,6 +120,8 @@ class Args:
     """where episodes start: grid, or anywhere (embedded engine; teaches recovering)"""
     bridge_url: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL ...", help_behavior_hint="")] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
+    bridge_retries: int = 0
+    """when the bridge fails, connect again, up to so many times in a row (default: stop, with a checkpoint)"""
     num_envs: MaybeInt = None
     """cars driven at once (default 64; 8 on a bridge, where every car is a connection)"""
     action_repeat: int = 4
@@ -179,7 +185,8 @@ class Args:
         # What was given, as against left at its default: --resume and --evaluate have to know. (main looks at the command.)
         self.given = {field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
         if self.num_envs is None:
-            self.num_envs = 8 if self.bridge_url else 64
+            cars = 8 if self.bridge_url else 64
+            self.num_envs = math.ceil(cars / self.num_processes) * self.num_processes  # an equal share for each
         few_cars = self.num_envs <= FEW_CARS  # so steps are dear, or the user wants to make the most of them
         for name, many, few in (
             ("track_id", ("track-01",), ("track-01",)),
@@ -195,10 +202,7 @@ class Args:
             self.hidden = 64 if len(self.track_id) == 1 else 96
         self._check_ranges()
         self.log_every = min(self.log_every, self.eval_every, self.checkpoint_every, self.total_timesteps)
-        if self.num_envs < len(self.track_id):
-            raise ValueError(
-                f"--num-envs is {self.num_envs}, but there are {len(self.track_id)} tracks; each needs a car at least"
-            )
+        self._check_shares()
         if self.buffer_size < self.num_envs * self.n_step:
             raise ValueError(
                 f"--buffer-size is {self.buffer_size}, but {self.num_envs} cars make {self.num_envs * self.n_step} choices in "
@@ -210,6 +214,22 @@ class Args:
             )
         if self.resume is not None and self.evaluate is not None:
             raise ValueError("--resume goes on training and --evaluate does not train; give one of them")
+
+    def _check_shares(self) -> None:
+        """Every process, of one or more, drives as many cars as the others, and some on every track."""
+        cars, processes, tracks = self.num_envs, self.num_processes, len(self.track_id)
+        if cars % processes:
+            fitting = max(cars // processes, 1) * processes
+            raise ValueError(
+                f"--num-envs is {cars}, which {processes} processes cannot share equally; make it {fitting}, say"
+            )
+        if cars < tracks * processes:
+            each = (
+                "each needs a car at least" if processes == 1 else f"each needs a car at least in {processes} processes"
+            )
+            raise ValueError(f"--num-envs is {cars}, but there are {tracks} tracks; {each}")
+        if self.evaluate is not None and processes > 1:
+            raise ValueError("--evaluate needs one process only: leave torchrun out")
 
     def _check_ranges(self) -> None:
         counts = (
@@ -225,7 +245,7 @@ class Args:
         counts += ("policy_frequency", "log_every", "eval_every", "checkpoint_every")
         for name, least, most in (
             *((name, 1, 2**53) for name in counts),
-            *((name, 0, 1e9) for name in ("norm_steps", "learning_starts", "updates")),
+            *((name, 0, 1e9) for name in ("norm_steps", "learning_starts", "updates", "bridge_retries")),
             ("gamma", 0, 1),
             *((name, 1e-9, 1e9) for name in ("learning_rate", "init_alpha")),
             ("init_std", 0.01, 2.5),  # well inside LOG_STD_RANGE
@@ -238,6 +258,11 @@ class Args:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be between {least:g} and {most:g}")
+
+    @property
+    def num_processes(self) -> int:
+        """How many train together; all settings are the whole run's. torchrun says so."""
+        return int(os.environ.get("WORLD_SIZE", 1))
 
     @property
     def steps_per_choice(self) -> int:
@@ -254,6 +279,94 @@ class Args:
     @property
     def num_iterations(self) -> int:
         return max(1, math.ceil(self.total_timesteps / self.steps_per_iteration))
+
+
+# ======================================================================================================================
+# Team
+# ======================================================================================================================
+
+
+class TeamError(RuntimeError):
+    """Another process of the run has died, or does not answer any more."""
+
+
+class Team:
+    """The processes that train one driver: this one alone, or as many as torchrun has started, on one machine or several.
+
+    Every process drives an equal share of the cars. They average their gradients, so all take the same steps and hold the
+    same weights. What one of them needs from the others it asks for here; the first one evaluates, logs and writes.
+    """
+
+    def __init__(self, patience_s: float = 0.0):
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if self.size > 1:
+            with self._someone_missing():
+                dist.init_process_group("gloo", timeout=timedelta(seconds=ANSWER_S + patience_s))
+                self.patient = dist.new_group(timeout=timedelta(hours=1))  # for waits while the first one evaluates
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @contextlib.contextmanager
+    def _someone_missing(self):
+        try:
+            yield
+        except RuntimeError as error:
+            raise TeamError(
+                f"process {self.rank} of {self.size} (0 to {self.size - 1}): another one of this run has died or does not "
+                f"answer ({str(error).strip().splitlines()[0][:160]})"
+            ) from error
+
+    def average(self, *vectors: torch.Tensor) -> None:
+        """Replace vectors by their means over all processes, which come out the same to the last bit everywhere."""
+        if self.size > 1:
+            together = torch.cat(vectors)
+            with self._someone_missing():
+                dist.all_reduce(together)
+            for vector, mean in zip(vectors, (together / self.size).split([len(v) for v in vectors]), strict=True):
+                vector.copy_(mean)
+
+    def gather(self, value) -> list:
+        """Everybody's value, the first one's first, for everybody."""
+        values = [value] * self.size
+        if self.size > 1:
+            with self._someone_missing():
+                dist.all_gather_object(values, value)
+        return values
+
+    def share(self, function, *arguments):
+        """Let the first process do something, and tell all what came of it, failures too."""
+        outcome = [None]
+        if self.first:
+            try:
+                outcome = [function(*arguments)]
+            except (BridgeError, ValueError, OSError) as error:
+                outcome = [error]
+        if self.size > 1:
+            with self._someone_missing():
+                dist.broadcast_object_list(outcome, src=0, group=self.patient)
+        if isinstance(outcome[0], Exception):
+            outcome[0].shared = True
+            raise outcome[0]
+        return outcome[0]
+
+    @contextlib.contextmanager
+    def together(self):
+        """A bridge that fails one process in this block fails all at its end, so that nobody waits for it."""
+        mine = None
+        try:
+            yield
+        except BridgeError as error:
+            mine = error
+        for error in self.gather(mine):
+            if error is not None:
+                error.shared = True
+                raise error
+
+    def close(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ======================================================================================================================
@@ -293,15 +406,13 @@ class Agent(nn.Module):
         return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + 1e-6)
 
     @torch.no_grad()
-    def update_normalizer(self, obs) -> None:
-        """Take a batch (B, 14) into the running mean and variance."""
-        mean, var, count = merge_moments(
-            (self.obs_mean.double(), self.obs_var.double(), self.obs_count),
-            (obs.double().mean(0), obs.double().var(0, unbiased=False), len(obs)),
-        )
-        self.obs_mean.copy_(mean)
-        self.obs_var.copy_(var)
-        self.obs_count.copy_(count)
+    def update_normalizer(self, obs, gather=lambda value: [value]) -> None:
+        """Take a batch (B, 14) into the running mean and variance, and through `gather` those of other processes."""
+        moments = self.obs_mean.double(), self.obs_var.double(), self.obs_count
+        for batch in gather((obs.double().mean(0), obs.double().var(0, unbiased=False), len(obs))):
+            moments = merge_moments(moments, batch)
+        for buffer, value in zip((self.obs_mean, self.obs_var, self.obs_count), moments, strict=True):
+            buffer.copy_(value)
 
     def sample(self, actor, obs, noise):
         """Actions (B, 3) in [-1, 1] for normalised observations, and their log-probabilities (B,)."""
@@ -394,22 +505,27 @@ class RewardScaler:
     metre of a short track pays more than one of a long track, and would otherwise be all that a common driver cares for.
     """
 
-    def __init__(self, num_envs: int, gamma: float, num_tracks: int = 1):
+    def __init__(self, num_envs: int, gamma: float, num_tracks: int = 1, first_car: int = 0):
         self.gamma = gamma
         self.returns = np.zeros(num_envs)
-        self.tracks = [
-            slice(i, None, num_tracks) for i in range(num_tracks)
-        ]  # the cars of each, as the environment has them
+        # The cars of each track, as the environment has them.
+        self.tracks = [slice((i - first_car) % num_tracks, None, num_tracks) for i in range(num_tracks)]
         self.moments = [(0.0, 1.0, 1e-4)] * num_tracks  # mean, variance, count
 
-    def update(self, rewards, done) -> None:
-        """Take in what happened: (T, N) each."""
+    def update(self, rewards, done, gather=lambda value: [value]) -> None:
+        """Take in what happened: (T, N) each; and through `gather` what happened to the cars of other processes."""
+        moments = np.empty((len(rewards), len(self.tracks), 3))
         for t in range(len(rewards)):
             self.returns = self.returns * self.gamma + rewards[t]
             for i, cars in enumerate(self.tracks):
                 some = self.returns[cars]
-                self.moments[i] = merge_moments(self.moments[i], (some.mean(), some.var(), len(some)))
+                moments[t, i] = some.mean(), some.var(), len(some)
             self.returns[done[t]] = 0.0  # the next episode begins with nothing
+        everyones = np.stack(gather(moments)).tolist()
+        for t in range(len(rewards)):
+            for i in range(len(self.tracks)):
+                for theirs in everyones:
+                    self.moments[i] = merge_moments(self.moments[i], theirs[t][i])
 
     @property
     def deviation(self) -> np.ndarray:
@@ -518,32 +634,43 @@ class ReplayBuffer:
             "next_obs": self.next_obs.view(-1, OBS_SIZE)[last],
         }
 
-    def save(self, path: Path) -> bool:
-        """Straight from the arrays to the file, without a second copy in memory; only the rows there are. -> whether it worked"""
+    def save(self, path: Path, team: Team) -> bool:
+        """The choices of all processes in one file; of one process, without a second copy in memory. -> whether it worked"""
         arrays = {name: getattr(self, name)[: self.filled].numpy() for name in self.ARRAYS}
-        return write_whole(path, lambda file: np.savez(file, head=self.head, **arrays))
+        if team.size > 1:
+            arrays = {name: np.concatenate(team.gather(array), axis=1) for name, array in arrays.items()}
+        return not team.first or write_whole(path, lambda file: np.savez(file, head=self.head, **arrays))
 
-    def load(self, path: Path) -> None:
-        """ValueError if the file is none of these, damaged, or of other sizes. No code in it is run."""
+    def load(self, path: Path, team: Team) -> None:
+        """This process's share of a file. ValueError if it is none of these, damaged, or of other sizes; no code in it is run."""
+        lengths = set()
+        for name in self.ARRAYS:
+            found = team.share(self._read, path, name, team.size)
+            getattr(self, name)[: len(found)] = torch.from_numpy(np.split(found, team.size, axis=1)[team.rank])
+            lengths.add(len(found))
+        self.filled, self.head = len(found), int(team.share(self._read, path, "head"))
+        if len(lengths) > 1 or not 0 <= self.head < self.rows:
+            raise self._refusal(path, f"its parts do not fit together: lengths {lengths}, head {self.head}")
+
+    def _read(self, path: Path, name: str, shares: int = 1) -> np.ndarray:
         try:
-            lengths = set()
             with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                for name in self.ARRAYS:
-                    there, found = getattr(self, name), torch.from_numpy(file[name])
-                    if found.shape[1:] != there.shape[1:] or found.dtype != there.dtype or len(found) > self.rows:
-                        raise ValueError(
-                            f"{name} has shape {tuple(found.shape)}, which does not fit {tuple(there.shape)}"
-                        )
-                    there[: len(found)] = found
-                    lengths.add(len(found))
-                self.filled, self.head = len(found), int(file["head"])
-                if len(lengths) > 1 or not 0 <= self.head < self.rows:
-                    raise ValueError(f"its parts do not fit together: lengths {lengths}, head {self.head}")
+                found = file[name]
+            if name in self.ARRAYS:
+                own = getattr(self, name).numpy()
+                fitting = (self.num_envs * shares, *own.shape[2:])
+                if found.shape[1:] != fitting or found.dtype != own.dtype or len(found) > self.rows:
+                    raise ValueError(f"{name} has shape {found.shape}, which does not fit {(self.rows, *fitting)}")
+            return found
         except (OSError, KeyError, EOFError, TypeError, ValueError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                f"the replay buffer {path} is missing, damaged or of another run ({error}). To go on with an empty one, "
-                "remove it and give --no-save-buffer"
-            ) from error
+            raise self._refusal(path, error) from error
+
+    @staticmethod
+    def _refusal(path: Path, reason) -> ValueError:
+        return ValueError(
+            f"the replay buffer {path} is missing, damaged or of another run ({reason}). To go on with an empty one, "
+            "remove it and give --no-save-buffer"
+        )
 
 
 def drive(envs, inputs: np.ndarray, ticks: int, gamma: float, stats: RaceStats) -> Answer:
@@ -596,39 +723,78 @@ def alpha_loss(log_alpha, logprobs, target_entropy: float):
 
 
 def make_optimizers(agent: Agent, learning_rate: float) -> dict[str, torch.optim.Adam]:
-    """An Adam each for actor, critics and alpha; fused where this torch can do that on this device (4x as fast on a CPU)."""
+    """An Adam for the actor and alpha, and one for the critics; fused where this torch can do that on this device."""
 
-    def adam(parameters):
+    def adam(*parameters):
+        vector = as_one_vector(list(parameters))
         with contextlib.suppress(RuntimeError):
-            return torch.optim.Adam(parameters, lr=learning_rate, fused=True)
-        return torch.optim.Adam(parameters, lr=learning_rate)
+            return torch.optim.Adam([vector], lr=learning_rate, fused=True)
+        return torch.optim.Adam([vector], lr=learning_rate)
 
-    critics = [*agent.qf1.parameters(), *agent.qf2.parameters()]
-    return {"actor": adam(list(agent.actor.parameters())), "critic": adam(critics), "alpha": adam([agent.log_alpha])}
+    actor, critics = agent.actor.parameters(), [*agent.qf1.parameters(), *agent.qf2.parameters()]
+    return {"actor": adam(agent.log_alpha, *actor), "critic": adam(*critics)}
+
+
+def as_one_vector(parameters: list[nn.Parameter]) -> nn.Parameter:
+    """A vector of which the parameters, and their gradients, become parts: what is done to it is done to all, in one go."""
+    vector = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    vector.grad = torch.zeros_like(vector)
+    sizes = [parameter.numel() for parameter in parameters]
+    for parameter, value, grad in zip(parameters, vector.data.split(sizes), vector.grad.split(sizes), strict=True):
+        parameter.data, parameter.grad = value.view_as(parameter), grad.view_as(parameter)
+    return vector
 
 
 def update(
-    agent: Agent, optimizers, batches: dict[str, tuple], args: Args, generator: torch.Generator, other_core
+    agent: Agent, optimizers, batches: dict[str, tuple], args: Args, generator: torch.Generator, other_core, team: Team
 ) -> dict:
     """As many updates as there are batches: tuples of tensors (B, ...), with observations normalised. -> mean losses
 
-    Critics and actor learn at the same time, on a core each. Neither looks at what the other is changing: the critics ask
-    the actor's target what it would do next, the actor asks the critics' targets what that is worth, and the targets move
-    when both are done. So the numbers do not depend on who is faster, and updating one never reaches the other's weights.
+    In a process alone critics and actor learn at the same time, on a core each. Neither looks at what the other is changing:
+    the critics ask the actor's target what it would do next, the actor asks the critics' targets what that is worth, and the
+    targets move when both are done. So the numbers do not depend on who is faster, and updating one never reaches the
+    other's weights. Of several processes each has one core, and all gradients are averaged over the processes.
     """
-    count, size = len(batches["obs"]), len(ACTION_LOW)
-    noise = torch.randn(2, count, args.batch_size, size, generator=generator)
-    critics = other_core.submit(
-        update_critics, agent, optimizers["critic"], batches, noise[0], agent.log_alpha.exp().item()
-    )
-    losses = update_actor(agent, optimizers["actor"], optimizers["alpha"], batches["obs"], noise[1], args)
-    losses |= critics.result()
+    count, size = len(batches["obs"]), (len(batches["obs"][0]), len(ACTION_LOW))
+    noise = torch.randn(2, count, *size, generator=generator)
+    critics = update_critics(agent, optimizers["critic"], batches, noise[0], agent.log_alpha.exp().item())
+    actor = update_actor(agent, optimizers["actor"], batches["obs"], noise[1], args)
+    if team.size == 1:
+        on_other_core = other_core.submit(learn_to_the_end, critics)
+        losses = learn_to_the_end(actor) | on_other_core.result()
+    else:
+        losses = learn_in_step(team, actor, critics)
     agent.move_targets(1 - (1 - args.tau) ** count)
     return losses
 
 
-def update_critics(agent: Agent, optimizer, batches: dict[str, tuple], noise, alpha: float) -> dict[str, float]:
-    """The critics' share of an update."""
+def learn_to_the_end(learner) -> dict:
+    """Let one network learn. A learner yields every gradient before it takes the step."""
+    while True:
+        try:
+            next(learner)
+        except StopIteration as end:
+            return end.value
+
+
+def learn_in_step(team: Team, *learners) -> dict:
+    """Let networks learn one minibatch at a time, from the gradients of all processes."""
+    metrics = {}
+    while learners:
+        gradients = []
+        for learner in learners:
+            try:
+                gradients.append(next(learner))
+            except StopIteration as end:
+                metrics |= end.value
+                learners = tuple(other for other in learners if other is not learner)
+        if gradients:
+            team.average(*gradients)
+    return metrics
+
+
+def update_critics(agent: Agent, optimizer, batches: dict[str, tuple], noise, alpha: float):
+    """The critics' share of an update, as a learner."""
     losses = []
     names = ("obs", "actions", "rewards", "discounts", "next_obs")
     for mb_noise, *minibatch in zip(noise, *(batches[name] for name in names), strict=True):
@@ -638,23 +804,21 @@ def update_critics(agent: Agent, optimizer, batches: dict[str, tuple], noise, al
             next_q1, next_q2 = opinions(agent.qf1_target, agent.qf2_target, mb_next_obs, next_actions)
             targets = soft_target(mb_rewards, mb_discounts, next_q1, next_q2, next_logprobs, alpha)
         loss = critic_loss(*opinions(agent.qf1, agent.qf2, mb_obs, mb_actions), targets)
-        learn(optimizer, loss)
+        yield from learn(optimizer, loss)
         losses.append(loss.detach())
     return {"train/critic_loss": torch.stack(losses).mean().item()}
 
 
-def update_actor(agent: Agent, optimizer, alpha_optimizer, batches_obs: tuple, noise, args: Args) -> dict[str, float]:
-    """The actor's share of an update, and alpha's: every policy_frequency-th batch."""
+def update_actor(agent: Agent, optimizer, batches_obs: tuple, noise, args: Args):
+    """The actor's share of an update, and alpha's, as a learner: every policy_frequency-th batch."""
     losses = []
     every = slice(None, None, args.policy_frequency)
     for mb_obs, mb_noise in zip(batches_obs[every], noise[every], strict=True):
         alpha = agent.log_alpha.exp().detach()
         actions, logprobs = agent.sample(agent.actor, mb_obs, mb_noise)
         loss = actor_loss(*opinions(agent.qf1_target, agent.qf2_target, mb_obs, actions), logprobs, alpha)
-        learn(optimizer, loss)
         price = alpha_loss(agent.log_alpha, logprobs.detach(), args.target_entropy)
-        if args.autotune:
-            learn(alpha_optimizer, price)
+        yield from learn(optimizer, loss + price if args.autotune else loss)  # they have no weights in common
         losses.append(torch.stack([loss.detach(), price.detach(), alpha, -logprobs.detach().mean()]))
     names = ("train/actor_loss", "train/ent_coef_loss", "train/ent_coef", "train/entropy")
     return dict(zip(names, torch.stack(losses).mean(0).tolist(), strict=True))
@@ -666,10 +830,12 @@ def opinions(qf1, qf2, obs, actions):
     return qf1(x).squeeze(-1), qf2(x).squeeze(-1)
 
 
-def learn(optimizer, loss) -> None:
-    """One step down the gradient."""
-    optimizer.zero_grad()
+def learn(optimizer, loss):
+    """One step down the gradient, which is yielded beforehand."""
+    (parameters,) = optimizer.param_groups[0]["params"]
+    parameters.grad.zero_()
     loss.backward()
+    yield parameters.grad
     optimizer.step()
 
 
@@ -831,6 +997,26 @@ def unpack(value):
     return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
+def join(states: list[dict | None]) -> dict | None:
+    """The states of all processes as that of the whole run: the arrays over cars one after the other."""
+    if states[0] is None:
+        return None
+    return {
+        name: states[0][name] if name in NOT_OVER_CARS else np.concatenate([state[name] for state in states])
+        for name in states[0]
+    }
+
+
+def share_of(state: dict, team: Team) -> dict:
+    """The other way round: what of the whole run belongs to this process."""
+
+    def mine(array):
+        count = len(array) // team.size
+        return array[team.rank * count : (team.rank + 1) * count]
+
+    return {name: value if name in NOT_OVER_CARS else mine(value) for name, value in state.items()}
+
+
 def write_whole(path: Path, write) -> bool:
     """A file whole or not at all: write(file) to one beside it, then into place. -> whether it worked
 
@@ -884,9 +1070,11 @@ def load_checkpoint(path: Path, prefer: str = "checkpoint.pt") -> dict:
         raise ValueError(
             f"{path} is a checkpoint of {checkpoint['algorithm']}; load it with {checkpoint['algorithm']}_racer.py"
         )
-    if not isinstance(checkpoint["format"], int) or checkpoint["format"] > CHECKPOINT_FORMAT:
+    if checkpoint["format"] != CHECKPOINT_FORMAT:
+        newer = isinstance(checkpoint["format"], int) and checkpoint["format"] > CHECKPOINT_FORMAT
         raise ValueError(
-            f"{path} has format {checkpoint['format']}, this program knows up to {CHECKPOINT_FORMAT}: a newer one wrote it; update"
+            f"{path} has format {checkpoint['format']!r}, this program knows {CHECKPOINT_FORMAT}: "
+            + ("a newer one wrote it; update" if newer else "an older one wrote it; train anew")
         )
     lacking = [key for key in CHECKPOINT_KEYS if key not in checkpoint]
     settings = {field.name for field in dataclasses.fields(Args)} - set(NOT_SETTINGS)
@@ -945,9 +1133,13 @@ def resumed_args(given: Args, saved: dict) -> Args:
 
 
 class Stop:
-    """Ctrl+C and SIGTERM ask for an orderly end: the update under way is finished, a checkpoint written. Twice: at once."""
+    """Ctrl+C and SIGTERM ask for an orderly end: the update under way is finished, a checkpoint written. Twice: at once.
 
-    def __init__(self):
+    (One after the other is not twice: torchrun passes on a Ctrl+C, which its processes have got already, as SIGTERM.)
+    """
+
+    def __init__(self, silent: bool = False):
+        self.silent = silent
         self.signal: int | None = None
         self._before: dict = {}
 
@@ -958,14 +1150,47 @@ class Stop:
         return self
 
     def _ask(self, number, _frame) -> None:
-        if self.signal is not None:
+        if self.signal == number:
             raise KeyboardInterrupt
-        self.signal = number
-        print("\nstopping: finishing this update, then saving (once more to stop at once)", file=sys.stderr, flush=True)
+        self.signal = self.signal or number
+        if not self.silent:
+            print(
+                "\nstopping: finishing this update, then saving (once more to stop at once)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep, but not through a signal. -> whether there was none"""
+        until = time.monotonic() + seconds
+        while self.signal is None and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.signal is None
 
     def __exit__(self, *_):
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def launch_name() -> str:
+    """What stays the same when torchrun starts its processes again after one has died."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name
+
+
+def find_run(args: Args) -> tuple[Path | None, dict | None]:
+    """The folder and the checkpoint to go on from: those of --resume, or of this very run before torchrun began it again."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if args.resume is not None:
+        folder = args.resume if args.resume.is_dir() else args.resume.parent
+        return folder, load_checkpoint(folder if again else args.resume)
+    if again:
+        for facts in args.run_dir.glob("*/args.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                if json.loads(facts.read_text())["launch"] == launch_name():
+                    folder = facts.parent
+                    return folder, load_checkpoint(folder) if (folder / "checkpoint.pt").exists() else None
+    return None, None
 
 
 def make_run_folder(args: Args) -> Path:
@@ -997,7 +1222,13 @@ def provenance() -> dict:
         commit = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=5).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         commit = None
-    return {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "commit": commit, "versions": versions}
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit,
+        "versions": versions,
+        "processes": int(os.environ.get("WORLD_SIZE", 1)),
+        "launch": launch_name(),
+    }
 
 
 # ======================================================================================================================
@@ -1008,27 +1239,36 @@ def provenance() -> dict:
 class Run:
     """Everything a run consists of, and its way into a checkpoint and back. What happens with it stands in `train`."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Args, team: Team):
         torch.set_num_threads(args.threads)
         torch.manual_seed(args.seed)
-        self.args, self.clock, self.session_began = args, Clock(), time.perf_counter()
-        self.generator = torch.Generator().manual_seed(args.seed)
-        env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": args.bridge_url or None}
+        self.args, self.team, self.clock, self.session_began = args, team, Clock(), time.perf_counter()
+        self.stop = Stop(silent=not team.first)
+        self.generator = torch.Generator().manual_seed(args.seed + team.rank * RANK_SEED_STRIDE)
+        cars = args.num_envs // team.size  # of this process
+        first_car = cars * team.rank
+        urls = (
+            args.bridge_url[team.rank :: team.size] or args.bridge_url[team.rank % max(len(args.bridge_url), 1) :][:1]
+        )
+        env = {"track_id": args.track_id, "config_path": args.config_path, "bridge_url": urls or None}
         # What may be refused first, before anything else is made: the memory for the buffer, then the bridge.
-        self.buffer = ReplayBuffer(args.buffer_size, args.num_envs)
-        self.envs = RacerVectorEnv(args.num_envs, **env, start=args.start, stagger=True)
-        try:
-            self.envs.check()
-            self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
-        except BaseException:
-            self.envs.close()
-            raise
+        self.buffer = ReplayBuffer(args.buffer_size // team.size, cars)
+        with team.together():
+            self.envs = RacerVectorEnv(cars, **env, start=args.start, stagger=True, first_car=first_car)
+            try:
+                self.envs.check()
+                self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
+            except BaseException:
+                self.envs.close()
+                raise
         self.agent = Agent(args.hidden, args.init_std, args.init_throttle, args.init_alpha)
+        self.agent.load_state_dict(team.share(self.agent.state_dict))  # other machines may round otherwise
         self.optimizers = make_optimizers(self.agent, args.learning_rate)
-        self.scaler = RewardScaler(args.num_envs, args.gamma**args.action_repeat, len(args.track_id))
+        self.scaler = RewardScaler(cars, args.gamma**args.action_repeat, len(args.track_id), first_car)
         self.other_cores = ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=[args.threads])
-        self.stats = RaceStats(args.num_envs, self.envs.config["episode"]["maxSteps"], args.start == "grid")
+        self.stats = RaceStats(cars, self.envs.config["episode"]["maxSteps"], args.start == "grid")
         self.steps = 0
+        self.bridge_faults = self.faults_in_a_row = 0
         self.seconds_before = 0.0  # in sessions before this one
         self.best = {"score": -math.inf, "step": 0, "episodes": []}
         self.best_laps: tuple[list[Episode], np.ndarray] | None = None  # of this session, for pictures
@@ -1042,6 +1282,8 @@ class Run:
     def open_folder(self, folder: Path, resumed: bool) -> None:
         args = self.args
         self.folder = folder
+        if not self.team.first:
+            return
         for leftover in folder.glob("*.tmp"):  # of a run that was killed while it wrote
             with contextlib.suppress(OSError):
                 leftover.unlink()
@@ -1051,7 +1293,8 @@ class Run:
         self.progress = Progress(args.total_timesteps, self.steps)
         where = f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
         going_on = f", going on from step {self.steps:,}" if resumed else ""
-        self.progress.say(f"{folder}: {args.num_envs} cars on {', '.join(args.track_id)}{where}{going_on}")
+        by = f", {self.team.size} processes" if self.team.size > 1 else ""
+        self.progress.say(f"{folder}: {args.num_envs} cars on {', '.join(args.track_id)}{where}{by}{going_on}")
 
     @property
     def seconds(self) -> float:
@@ -1071,41 +1314,94 @@ class Run:
         """Whether the last iteration went past a multiple of so many steps, or was the last."""
         return self.finished or self.steps // every > (self.steps - self.args.steps_per_iteration) // every
 
-    def log(self, metrics: dict[str, float]) -> None:
-        self.stats.log(self.logger)
+    def meet(self, metrics: dict[str, float]) -> tuple[dict[str, float], list[dict], int | None]:
+        """After an iteration all processes tell each other how it went. -> mean metrics, the others' news, a signal to stop"""
+        weights = torch.cat([p.detach().flatten() for p in self.agent.parameters()]).numpy()
+        news = None if self.team.first else self.stats.news()
+        mine = {"metrics": metrics, "news": news, "signal": self.stop.signal, "faults": self.bridge_faults}
+        everyones = self.team.gather({**mine, "weights": zlib.crc32(weights)})
+        if len({theirs["weights"] for theirs in everyones}) > 1:
+            raise TeamError(
+                f"the processes' weights have come apart by step {self.steps:,}: are these machines of one kind?"
+            )
+        metrics = {name: float(np.mean([theirs["metrics"][name] for theirs in everyones])) for name in metrics}
+        if self.args.bridge_url:
+            metrics["racer/bridge_faults"] = sum(theirs["faults"] for theirs in everyones)
+        signals = [theirs["signal"] for theirs in everyones if theirs["signal"] is not None]
+        return metrics, [theirs["news"] for theirs in everyones[1:]], signals[0] if signals else None
+
+    def reconnect(self, envs: RacerVectorEnv, error: BridgeError):
+        """After a bridge fault: connect again, as often in a row as --bridge-retries says. -> observations, infos; or raises"""
+        self.bridge_faults += 1
+        while True:
+            self.faults_in_a_row += 1
+            pause = min(2 ** (self.faults_in_a_row - 1), LONGEST_PAUSE_S)
+            if self.faults_in_a_row > self.args.bridge_retries or not self.stop.wait(pause):
+                raise error
+            which = f"retry {self.faults_in_a_row} of {self.args.bridge_retries}"
+            print(f"\nWARNING: {error}. Connecting again ({which})", file=sys.stderr, flush=True)
+            try:
+                return envs.reconnect()
+            except BridgeError as again:
+                error = again
+
+    def recover(self, error: BridgeError) -> np.ndarray:
+        """For the rollout: new episodes for all cars, or the error again."""
+        obs, infos = self.reconnect(self.envs, error)
+        self.stats.interrupt(infos)
+        return obs
+
+    def log(self, metrics: dict[str, float], others_news: list[dict]) -> None:
+        self.stats.log(self.logger, others_news)
         metrics = {**metrics, "time/fps": self.steps / self.seconds}
         for name, seconds in self.clock.seconds.items():
             metrics[f"time/{name}_sec"] = seconds
         for name, value in metrics.items():
             self.logger.record(name, value)
 
-    def save(self) -> bool:
+    def save(self, name: str = "checkpoint.pt") -> bool:
         """checkpoint.pt and its replay buffer as a pair: the buffer first, under a new name, then the checkpoint that names it,
         and only then the old buffer goes. Wherever this ends, there is a checkpoint and the buffer it names."""
         with self.clock("checkpoints"):
-            name = f"buffer-{self.steps}-{secrets.token_hex(4)}.npz" if self.args.save_buffer else None
-            saved = name is None or self.buffer.save(self.folder / name)
-            saved = saved and save_checkpoint(self.folder / "checkpoint.pt", self.get_state(name))
-            for file in self.folder.glob("buffer-*.npz"):
-                if file.name != name if saved else file.name == name:
-                    with contextlib.suppress(OSError):
-                        file.unlink()
+            with_buffer = self.args.save_buffer and name == "checkpoint.pt"
+            buffer = f"buffer-{self.steps}-{secrets.token_hex(4)}.npz" if with_buffer else None
+            saved = buffer is None or self.buffer.save(self.folder / buffer, self.team)
+            state = self.get_state(buffer)
+            if not self.team.first:
+                return True
+            saved = saved and save_checkpoint(self.folder / name, state)
+            if name == "checkpoint.pt":
+                for file in self.folder.glob("buffer-*.npz"):
+                    if file.name != buffer if saved else file.name == buffer:
+                        with contextlib.suppress(OSError):
+                            file.unlink()
             return saved
 
     def get_state(self, buffer_file: str | None = None) -> dict:
-        embedded = not self.args.bridge_url
+        """The whole run, which all processes put together."""
+        mine = {
+            "scaler": self.scaler.get_state(),
+            "stats": self.stats.get_state(),
+            "generator": self.generator.get_state(),
+        }
+        mine["envs"] = None if self.args.bridge_url else self.envs.get_state()
+        everyones = self.team.gather(mine)
+        whole = {name: pack(join([theirs[name] for theirs in everyones])) for name in ("scaler", "stats", "envs")}
         return {
             "algorithm": ALGORITHM,
             "format": CHECKPOINT_FORMAT,
             "args": saved_args(self.args),
             "agent": {name: value.clone() for name, value in self.agent.state_dict().items()},
             "optimizers": {name: copy.deepcopy(optimizer.state_dict()) for name, optimizer in self.optimizers.items()},
-            "scaler": pack(self.scaler.get_state()),
-            "stats": pack(self.stats.get_state()),
-            "envs": pack(self.envs.get_state()) if embedded else None,
+            **whole,
             "config": self.envs.config,
-            "generator": self.generator.get_state(),
-            "counters": {"iteration": self.iteration, "steps": self.steps, "seconds": self.seconds},
+            "generators": [theirs["generator"] for theirs in everyones],
+            "counters": {
+                "iteration": self.iteration,
+                "steps": self.steps,
+                "seconds": self.seconds,
+                "bridge_faults": self.bridge_faults,
+            },
             "best": self.best,
             "published_beaten": self.published_beaten,
             "buffer": buffer_file,
@@ -1121,16 +1417,23 @@ class Run:
             self.agent.load_state_dict(checkpoint["agent"])
             for name, optimizer in self.optimizers.items():
                 optimizer.load_state_dict(checkpoint["optimizers"][name])
-            self.scaler.set_state(unpack(checkpoint["scaler"]))
-            self.generator.set_state(checkpoint["generator"])
-            counters = checkpoint["counters"]
+            counters, team = checkpoint["counters"], self.team
             self.steps, self.seconds_before = counters["steps"], counters["seconds"]
+            self.bridge_faults = counters["bridge_faults"] if team.first else 0
             self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
-            self.stats.set_state(unpack(checkpoint["stats"]))
-            file = None if checkpoint["buffer"] is None else folder / Path(checkpoint["buffer"]).name
-            if file is not None and (file.exists() or self.args.save_buffer):
-                self.buffer.load(file)
+            self.scaler.set_state(share_of(unpack(checkpoint["scaler"]), team))
+            self.stats.set_state(share_of(unpack(checkpoint["stats"]), team))
+            if len(checkpoint["generators"]) == team.size:
+                self.generator.set_state(checkpoint["generators"][team.rank])
             else:
+                self.generator.manual_seed(self.args.seed + team.rank * RANK_SEED_STRIDE + self.steps)
+                if team.first:
+                    say(f"going on with {team.size} instead of {len(checkpoint['generators'])} processes: as good, but with other "
+                        "random numbers, so not bit for bit")  # fmt: skip
+            file = None if checkpoint["buffer"] is None else folder / Path(checkpoint["buffer"]).name
+            if file is not None and (team.share(file.exists) or self.args.save_buffer):
+                self.buffer.load(file, team)
+            elif team.first:
                 say("no replay buffer was saved with this checkpoint: the driver fills a new one with "
                     f"{self.args.learning_starts:,} steps first, and ends elsewhere than an unbroken run")  # fmt: skip
             if checkpoint["envs"] is None:  # the real game begins new episodes
@@ -1138,7 +1441,7 @@ class Run:
                 self.begin()
                 self.buffer.cut()
             else:
-                self.obs = torch.from_numpy(self.envs.set_state(unpack(checkpoint["envs"])))
+                self.obs = torch.from_numpy(self.envs.set_state(share_of(unpack(checkpoint["envs"]), team)))
         except BridgeError:
             raise
         except (KeyError, RuntimeError, TypeError) as error:
@@ -1150,22 +1453,23 @@ class Run:
         self.eval_envs.close()
         if hasattr(self, "logger"):
             self.logger.close()
+        self.team.close()
 
 
-def start_run(args: Args) -> Run:
+def start_run(args: Args, team: Team) -> Run:
     """A new run, or the one in --resume as it stood."""
-    checkpoint = None
-    if args.resume is not None:
-        checkpoint = load_checkpoint(args.resume)
+    folder, checkpoint = team.share(find_run, args)
+    if checkpoint is not None:
         args = resumed_args(args, checkpoint["args"])
-    run = Run(args)
+    run = Run(args, team)
     try:
         if checkpoint is None:
-            folder = make_run_folder(args)
-            run.begin()
+            folder = folder or team.share(make_run_folder, args)
+            with team.together():
+                run.begin()
         else:
-            folder = args.resume if args.resume.is_dir() else args.resume.parent
-            run.set_state(checkpoint, folder)
+            with team.together():
+                run.set_state(checkpoint, folder)
         run.open_folder(folder, resumed=checkpoint is not None)
     except BaseException:
         run.close()
@@ -1175,25 +1479,32 @@ def start_run(args: Args) -> Run:
 
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    run = start_run(args)
+    team = Team(patience_s=args.bridge_retries * LONGEST_PAUSE_S)
+    run = start_run(args, team)
     args, stopped = run.args, None
     try:
-        with Stop() as stop:
+        with run.stop:
             while not run.finished and stopped is None:
-                metrics = learn_once(run)
-                with run.clock("logging"):
-                    run.log(metrics)
+                metrics, others_news, stopped = run.meet(learn_once(run))
+                if team.first:
+                    with run.clock("logging"):
+                        run.log(metrics, others_news)
                 if run.due(args.eval_every):
                     with run.clock("evaluation"):
-                        evaluate_run(run)
-                with run.clock("logging"):
-                    run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
-                stopped = stop.signal
+                        is_best = team.share(evaluate_run, run)
+                    if is_best:
+                        run.save("best.pt")
+                if team.first:
+                    with run.clock("logging"):
+                        run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
                 if run.due(args.checkpoint_every) or stopped is not None:
                     run.save()
         return report(run, stopped)
     except BridgeError as error:
         error.saved_in = run.folder if run.save() else None  # as after the last update; what was driven since is lost
+        raise
+    except (TeamError, FloatingPointError) as error:
+        error.folder = run.folder
         raise
     finally:
         run.close()
@@ -1214,43 +1525,69 @@ def learn_once(run: Run) -> dict[str, float]:
 
 def drive_and_learn(run: Run) -> dict[str, float]:
     """All cars do what the actor chooses, for action_repeat ticks; while they drive, actor and critics learn from what is in
-    the buffer already. The slower of the two is waited for: no step is driven twice, none is learned from before its time."""
-    args, agent, buffer, clock = run.args, run.agent, run.buffer, run.clock
-    with clock("policy"):
-        actions = agent.act(run.obs, torch.randn(args.num_envs, len(ACTION_LOW), generator=run.generator))
-        inputs = to_inputs(actions.numpy())
-    driving = run.other_cores.submit(drive, run.envs, inputs, args.action_repeat, args.gamma, run.stats)
+    the buffer already. The slower of the two is waited for: no step is driven twice, none is learned from before its time.
+    """
+    args, agent, buffer, clock, team = run.args, run.agent, run.buffer, run.clock, run.team
+    actions, driving = begin_to_drive(run)
     losses = {}
-    ready = len(buffer) * args.action_repeat >= args.learning_starts or buffer.filled == buffer.rows
+    choices = len(buffer) * team.size  # of all processes
+    ready = choices * args.action_repeat >= args.learning_starts or buffer.filled == buffer.rows
     if args.updates and ready and buffer.filled >= args.n_step:
         with clock("learning"):
-            batches = sample_batches(agent, buffer, run.scaler, args, run.generator)
-            losses = update(agent, run.optimizers, batches, args, run.generator, run.other_cores)
+            batches = sample_batches(agent, buffer, run.scaler, args, run.generator, team)
+            losses = update(agent, run.optimizers, batches, args, run.generator, run.other_cores, team)
             check_finite(agent, losses, run.iteration + 1)
-    with clock("environment"):
-        answer = driving.result()
+    answer = None
+    with clock("environment"), team.together():
+        while answer is None:
+            try:
+                answer = driving.result()
+            except BridgeError as error:  # so this choice has no answer: none is made up, another one is made
+                run.obs = torch.from_numpy(run.recover(error))
+                buffer.cut()
+                run.scaler.returns[:] = 0
+                actions, driving = begin_to_drive(run)
+        run.faults_in_a_row = 0
     buffer.add(run.obs, actions, answer)
-    run.scaler.update(answer.rewards[None], answer.ended[None])
+    run.scaler.update(answer.rewards[None], answer.ended[None], team.gather)
     if run.steps < args.norm_steps:
-        agent.update_normalizer(run.obs)
+        agent.update_normalizer(run.obs, team.gather)
     run.obs = torch.from_numpy(answer.obs)
     run.steps += args.steps_per_choice
     return losses
 
 
-def sample_batches(agent: Agent, buffer: ReplayBuffer, scaler: RewardScaler, args: Args, generator) -> dict[str, tuple]:
-    """What the next updates learn from, drawn at once: name -> as many tensors (B, ...) as there are updates."""
+def begin_to_drive(run: Run):
+    """A choice for all cars, which another core begins to drive. -> the choice, and the promise of its answer"""
+    with run.clock("policy"):
+        actions = run.agent.act(run.obs, torch.randn(len(run.obs), len(ACTION_LOW), generator=run.generator))
+        inputs = to_inputs(actions.numpy())
+    args = run.args
+    return actions, run.other_cores.submit(drive, run.envs, inputs, args.action_repeat, args.gamma, run.stats)
+
+
+def sample_batches(agent: Agent, buffer, scaler: RewardScaler, args: Args, generator, team: Team) -> dict[str, tuple]:
+    """What the next updates learn from, drawn at once: name -> as many tensors (B, ...) as there are updates.
+
+    Of a batch every process draws its share, from what its own cars did.
+    """
+    size = math.ceil(args.batch_size / team.size)
     scale = torch.from_numpy((1 / scaler.deviation).astype(np.float32))
-    samples = buffer.sample(args.updates * args.batch_size, args.n_step, scale, generator)
+    samples = buffer.sample(args.updates * size, args.n_step, scale, generator)
     for name in ("obs", "next_obs"):
         samples[name] = agent.normalize(samples[name])
-    return {name: values.split(args.batch_size) for name, values in samples.items()}
+    return {name: values.split(size) for name, values in samples.items()}
 
 
-def evaluate_run(run: Run) -> None:
-    """Drive an episode per track without noise; keep the driver if it is the best so far, and draw its best lap."""
+def evaluate_run(run: Run) -> bool:
+    """Drive an episode per track without noise, and draw the best lap of the best driver. -> whether that is this one"""
     args, folder, logger = run.args, run.folder, run.logger
-    episodes, actions = evaluate(run.agent, run.eval_envs, args.track_id)
+    episodes = None
+    while episodes is None:
+        try:
+            episodes, actions = evaluate(run.agent, run.eval_envs, args.track_id)
+        except BridgeError as error:
+            run.reconnect(run.eval_envs, error)
     since_start = run.seconds_before + time.perf_counter() - PROCESS_START_S
     for name, value in eval_metrics(episodes).items():
         logger.record(name, value)
@@ -1260,17 +1597,18 @@ def evaluate_run(run: Run) -> None:
         if mark and run.published_beaten is None and min(episode.flying_laps, default=mark) < mark:
             lap = {"track": episode.track, "ticks": min(episode.flying_laps)}
             run.published_beaten = {**lap, "steps": run.steps, "seconds": since_start}
-    if score(episodes) > run.best["score"]:
+    is_best = score(episodes) > run.best["score"]
+    if is_best:
         results = [summarize([episode]) for episode in episodes]
         run.best = {"score": score(episodes), "step": run.steps, "episodes": results}
         run.best_laps = episodes, actions
-        save_checkpoint(folder / "best.pt", run.get_state())
         show_lap(run, with_replay=False)
     if run.finished:
         if run.best_laps is None and (folder / "best.pt").exists():  # the best driver is of an earlier session
             best = restore_agent(load_checkpoint(folder / "best.pt"), folder)
             run.best_laps = evaluate(best, run.eval_envs, args.track_id)
         show_lap(run, with_replay=True)
+    return is_best
 
 
 def show_lap(run: Run, with_replay: bool) -> None:
@@ -1295,9 +1633,20 @@ def save_picture(path: Path, picture: np.ndarray) -> None:
     Image.fromarray(picture).save(path)
 
 
+def command() -> str:
+    """How this program was started, for telling people how to go on."""
+    program, processes = shlex.quote(os.path.relpath(__file__)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return (
+        f"torchrun --nproc_per_node={processes} {program}" if "LOCAL_WORLD_SIZE" in os.environ else f"python {program}"
+    )
+
+
 def report(run: Run, stopped: int | None) -> dict:
     """The summary at the end: what was reached, where it is, what to type next."""
     args, folder, clock, finished, seconds = run.args, run.folder, run.clock, run.finished, run.seconds
+    reached = {"run_folder": str(folder), "steps": run.steps, "finished": finished, "signal": stopped}
+    if not run.team.first:
+        return reached
     total = sum(clock.seconds.values())
     in_loop = total - clock.seconds.get("evaluation", 0.0)
     driven = run.steps - run.progress.first_step
@@ -1320,26 +1669,18 @@ def report(run: Run, stopped: int | None) -> dict:
         mark, lap = (ticks / TICKS_PER_SECOND for ticks in (PUBLISHED_LAP_TICKS[beaten["track"]], beaten["ticks"]))
         say(f"          first lap under the published driver's {mark:.3f} s: {lap:.3f} s, seen {beaten['seconds']:.1f} s after "
             f"the start of the process, at {beaten['steps']:,} steps")  # fmt: skip
-    command = f"python {shlex.quote(os.path.relpath(__file__))}"
     files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line.png", "replay.gif")
     there = [name for name in files if (folder / name).exists()]
     say(f"files     {folder}: {', '.join(there)}")
     if not finished:
-        say(f"go on     {command} --resume {shlex.quote(str(folder))}")
+        say(f"go on     {command()} --resume {shlex.quote(str(folder))}")
     if "best.pt" in there:
-        say(f"evaluate  {command} --evaluate {shlex.quote(str(folder / 'best.pt'))}")
+        say(
+            f"evaluate  python {shlex.quote(os.path.relpath(__file__))} --evaluate {shlex.quote(str(folder / 'best.pt'))}"
+        )
     say(f"look      tensorboard --logdir {shlex.quote(str(folder.parent))}")
-    return {
-        "run_folder": str(folder),
-        "steps": run.steps,
-        "seconds": seconds,
-        "steps_per_sec": rate,
-        "clock": dict(clock.seconds),
-        "best": run.best,
-        "published_beaten": run.published_beaten,
-        "finished": finished,
-        "signal": stopped,
-    }
+    reached |= {"seconds": seconds, "steps_per_sec": rate, "clock": dict(clock.seconds)}
+    return {**reached, "best": run.best, "published_beaten": run.published_beaten}
 
 
 # ======================================================================================================================
@@ -1385,7 +1726,12 @@ def main() -> int:
     args = tyro.cli(Args, description=__doc__)
     words = {word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in sys.argv[1:]}
     args.given = {field.name for field in dataclasses.fields(Args)} & words
-    program = Path(__file__).name
+    program, first = Path(__file__).name, int(os.environ.get("RANK", 0)) == 0
+
+    def complain(error, more: str = "") -> None:
+        if first or not getattr(error, "shared", False):  # what all processes know, one says
+            print(f"\n{program}: {error}{more}", file=sys.stderr, flush=True)
+
     try:
         if "bridge_url" in args.given and not args.bridge_url:
             raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
@@ -1394,16 +1740,24 @@ def main() -> int:
             return 0
         result = train(args)
     except BridgeError as error:
-        print(f"\n{program}: {error}", file=sys.stderr)
-        if getattr(error, "saved_in", None):
-            print(f"Saved; go on with: python {program} --resume {shlex.quote(str(error.saved_in))}", file=sys.stderr)
+        saved = getattr(error, "saved_in", None)
+        complain(error, f"\nSaved; go on with: {command()} --resume {shlex.quote(str(saved))}" if saved else "")
         return EXIT_BRIDGE
+    except TeamError as error:
+        folder = getattr(error, "folder", None)
+        where = (
+            f"; go on from the last checkpoint with: {command()} --resume {shlex.quote(str(folder))}" if folder else ""
+        )
+        complain(error, f". The run ends{where}")
+        return EXIT_TEAM
     except FloatingPointError as error:
-        print(f"\n{program}: {error}. Learning has blown up, and nothing of that was saved: the last checkpoint is from before. "
-              "Start again with a smaller --learning-rate", file=sys.stderr)  # fmt: skip
+        error.shared = True  # the weights are the same everywhere
+        folder = getattr(error, "folder", "the run folder")
+        complain(error, f". Learning has blown up, and nothing of that was saved: the last checkpoint in {folder} is from before. "
+                 "Start again with a smaller --learning-rate")  # fmt: skip
         return 1
     except (ValueError, OSError) as error:
-        print(f"\n{program}: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except KeyboardInterrupt:
         print(f"\n{program}: stopped at once; the last checkpoint is the one to --resume", file=sys.stderr)

@@ -71,6 +71,11 @@ def hold_random_inputs(rng: np.random.Generator, ticks: int) -> np.ndarray:
 
 
 def hold_up(monkeypatch, module, name: str) -> None:
-    """Let a function of a module begin late, for this monkeypatch."""
+    """Let a learner of a module be slow, for this monkeypatch."""
     real, never = getattr(module, name), threading.Event()
-    monkeypatch.setattr(module, name, lambda *arguments: (never.wait(0.05), real(*arguments))[1])
+
+    def slow(*arguments):
+        never.wait(0.05)
+        return (yield from real(*arguments))
+
+    monkeypatch.setattr(module, name, slow)

@@ -19,6 +19,7 @@ from ppo_racer import (
     Clock,
     RewardScaler,
     Storage,
+    Team,
     compute_gae,
     estimate_values,
     evaluate,
@@ -326,7 +327,8 @@ def make_batch(agent, n=256, seed=0):
 
 def run_update(agent, batch, **changes):
     args = Args(**{"num_envs": 16, "rollout_steps": 16, "minibatch_size": 64, "learning_rate": 1e-3, **changes})
-    return update(agent, make_optimizers(agent, args.learning_rate), batch, args, torch.Generator().manual_seed(0))
+    optimizers = make_optimizers(agent, args.learning_rate)
+    return update(agent, optimizers, batch, args, torch.Generator().manual_seed(0), Team())
 
 
 def test_update_makes_good_actions_more_probable_and_the_critic_better():
@@ -410,8 +412,9 @@ def test_gradients_are_clipped():
         parts = {"actor": [agent.log_std, *agent.actor.parameters()], "critic": list(agent.critic.parameters())}
         starts = {name: torch.nn.utils.parameters_to_vector(part).detach().clone() for name, part in parts.items()}
         args = Args(num_envs=16, rollout_steps=16, minibatch_size=256, update_epochs=1, max_grad_norm=max_grad_norm)
-        sgd = {name: torch.optim.SGD(part, lr=1.0) for name, part in parts.items()}
-        update(agent, sgd, make_batch(agent), args, torch.Generator().manual_seed(0))
+        adam = make_optimizers(agent, 1.0)
+        sgd = {name: torch.optim.SGD(adam[name].param_groups[0]["params"], lr=1.0) for name in parts}
+        update(agent, sgd, make_batch(agent), args, torch.Generator().manual_seed(0), Team())
         return [(torch.nn.utils.parameters_to_vector(parts[name]) - starts[name]).norm().item() for name in parts]
 
     assert moved(0.01) == pytest.approx([0.01, 0.01], rel=1e-3)
@@ -451,9 +454,9 @@ def test_a_run_gives_gae_scaled_rewards_and_each_kind_of_end_in_its_place(tmp_pa
     seen, scaled = [], []
     real_gae, real_scaler = ppo_racer.compute_gae, RewardScaler.update
 
-    def scaler(self, rewards, done):
+    def scaler(self, rewards, done, gather):
         before = self.returns.copy()
-        real_scaler(self, rewards, done)
+        real_scaler(self, rewards, done, gather)
         scaled.append((rewards.copy(), done.copy(), before, rewards / self.deviation))
 
     monkeypatch.setattr(ppo_racer, "compute_gae", lambda *a: (seen.append(copy.deepcopy(a)), real_gae(*a))[1])
@@ -495,7 +498,7 @@ def test_best_keeps_the_better_driver(tmp_path, monkeypatch):
 
     def evaluate_run(run):
         values.append(next(scores))
-        real(run)
+        return real(run)
 
     monkeypatch.setattr(ppo_racer, "evaluate_run", evaluate_run)
     result = train(small(tmp_path, eval_every=1024))

@@ -324,7 +324,7 @@ def test_a_run_folder_that_cannot_be_made_is_an_error_at_once(lab, tmp_path):
 def test_the_run_folder_says_where_it_came_from(lab, straight):
     facts = json.loads((straight / "args.json").read_text())
     assert facts["args"]["num_envs"] == 16 and facts["versions"]["torch"] == torch.__version__
-    assert set(facts) == {"args", "command", "commit", "versions"}
+    assert set(facts) == {"args", "command", "commit", "versions", "processes", "launch"}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -380,15 +380,15 @@ def test_a_bad_checkpoint_is_refused_and_says_why(lab, tmp_path, straight, make,
     elif make == "lacking":
         torch.save({**good, "agent": {}}, path)
     elif make == "bare":
-        torch.save({"algorithm": lab.name, "format": 1}, path)
+        torch.save({"algorithm": lab.name, "format": 2}, path)
     elif make == "odd format":
-        torch.save({**good, "format": "1"}, path)
+        torch.save({**good, "format": "2"}, path)
     elif make == "unknown flag":
         torch.save({**good, "args": {**good["args"], "warp_drive": True}}, path)
     elif make == "no counters":
         torch.save({k: v for k, v in good.items() if k != "counters"}, path)
     messages |= dict.fromkeys(("bare", "unknown flag", "no counters"), "no whole checkpoint of this version")
-    messages["odd format"] = "has format 1, this program knows up to"
+    messages["odd format"] = "has format '2', this program knows 2"
     with pytest.raises(ValueError, match=messages.get(make, "is no checkpoint, or a damaged one")):
         if use == "resume":
             lab.train(lab.Args(resume=path))

@@ -24,6 +24,7 @@ from sac_racer import (
     Answer,
     Args,
     ReplayBuffer,
+    Team,
     actor_loss,
     alpha_loss,
     critic_loss,
@@ -221,12 +222,12 @@ def test_a_buffer_of_300_000_saves_and_loads_without_a_second_copy_in_memory(tmp
     buffer.ended[5, 5] = True
     size = sum(getattr(buffer, name).nbytes for name in buffer.ARRAYS)
     tracemalloc.start()
-    assert buffer.save(tmp_path / "buffer.npz")
+    assert buffer.save(tmp_path / "buffer.npz", Team())
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert size > 38e6 and peak < size / 2, (size, peak)
     other = ReplayBuffer(300_000, 100)
-    other.load(tmp_path / "buffer.npz")
+    other.load(tmp_path / "buffer.npz", Team())
     assert (other.filled, other.head) == (3000, 7)
     for name in buffer.ARRAYS:
         assert torch.equal(getattr(other, name), getattr(buffer, name))
@@ -235,9 +236,9 @@ def test_a_buffer_of_300_000_saves_and_loads_without_a_second_copy_in_memory(tmp
 def test_a_buffer_that_does_not_fit_is_refused(tmp_path):
     buffer = ReplayBuffer(20, 2)
     fill(buffer, 3)
-    buffer.save(tmp_path / "b.npz")
+    buffer.save(tmp_path / "b.npz", Team())
     with pytest.raises(ValueError, match="which does not fit"):
-        ReplayBuffer(30, 3).load(tmp_path / "b.npz")
+        ReplayBuffer(30, 3).load(tmp_path / "b.npz", Team())
     data = (tmp_path / "b.npz").read_bytes()
     (tmp_path / "half.npz").write_bytes(data[: len(data) // 2])
     np.save(tmp_path / "pickle.npz", np.array([{"code": 1}], dtype=object), allow_pickle=True)
@@ -248,7 +249,7 @@ def test_a_buffer_that_does_not_fit_is_refused(tmp_path):
     np.savez(tmp_path / "part.npz", **{k: v for k, v in parts.items() if k != "rewards"})
     for name in ("missing.npz", "half.npz", "pickle.npz", "head.npz", "short.npz", "part.npz"):
         with pytest.raises(ValueError, match=r"is missing, damaged or of another run .*--no-save-buffer"):
-            ReplayBuffer(20, 2).load(tmp_path / name)
+            ReplayBuffer(20, 2).load(tmp_path / name, Team())
 
 
 # -- driving -----------------------------------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ def run_update(agent, batches=None, optimizers=None, **changes):
     optimizers = optimizers or make_optimizers(agent, args.learning_rate)
     with sac_racer.ThreadPoolExecutor(2) as cores:
         batches = batches or make_batches(agent)
-        return update(agent, optimizers, batches, args, torch.Generator().manual_seed(0), cores)
+        return update(agent, optimizers, batches, args, torch.Generator().manual_seed(0), cores, Team())
 
 
 def frozen(*names):
@@ -343,7 +344,7 @@ def test_the_actors_loss_leaves_the_critics_alone_and_theirs_the_actor():
         p.grad is None for net in (agent.qf1_target, agent.qf2_target, agent.actor_target) for p in net.parameters()
     )
     actor = parameters(agent.actor)
-    run_update(agent, optimizers=frozen("actor", "alpha")(make_optimizers(agent, 1e-2)))
+    run_update(agent, optimizers=frozen("actor")(make_optimizers(agent, 1e-2)))
     assert torch.equal(parameters(agent.actor), actor) and not torch.equal(parameters(agent.qf1, agent.qf2), critics)
 
 
@@ -382,8 +383,8 @@ def test_alpha_learns_only_with_autotune_and_every_policy_frequency_th_update():
         agent = Agent()
         optimizers = make_optimizers(agent, 1e-3)
         run_update(agent, optimizers=optimizers, policy_frequency=frequency, updates=6)
-        steps.append([int(next(iter(optimizers[k].state.values()))["step"]) for k in ("actor", "critic", "alpha")])
-    assert steps == [[6, 6, 6], [2, 6, 2]]
+        steps.append([int(next(iter(optimizers[k].state.values()))["step"]) for k in ("actor", "critic")])
+    assert steps == [[6, 6], [2, 6]]
 
 
 def test_an_update_does_not_depend_on_which_core_is_faster(monkeypatch):
@@ -405,10 +406,10 @@ def test_new_statistics_reach_what_is_in_the_buffer_already():
     fill(buffer, 5)
     args = Args(batch_size=4, updates=2, n_step=1)
     scaler = sac_racer.RewardScaler(2, 0.9)
-    first = sac_racer.sample_batches(agent, buffer, scaler, args, torch.Generator().manual_seed(0))
+    first = sac_racer.sample_batches(agent, buffer, scaler, args, torch.Generator().manual_seed(0), Team())
     agent.obs_mean += 1.0
     scaler.moments = [(0.0, 4.0, 10.0)]
-    second = sac_racer.sample_batches(agent, buffer, scaler, args, torch.Generator().manual_seed(0))
+    second = sac_racer.sample_batches(agent, buffer, scaler, args, torch.Generator().manual_seed(0), Team())
     for name in ("obs", "next_obs"):
         shift = torch.cat(first[name]) - torch.cat(second[name])
         torch.testing.assert_close(shift, torch.rsqrt(agent.obs_var + 1e-6).expand_as(shift), rtol=1e-3, atol=1e-3)

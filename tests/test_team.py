@@ -1,0 +1,315 @@
+"""Several processes, one driver: torch.distributed with real processes, for both trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Server
+
+import ppo_racer
+import sac_racer
+from callbacks_lite import read_csv
+from racer_env import RacerVectorEnv
+
+ROOT = Path(__file__).resolve().parent.parent
+USUAL = {"total-timesteps": 4096, "num-envs": 16, "eval-every": 2048, "checkpoint-every": 1024, "start": "anywhere"}
+OWN = {
+    "ppo": {"rollout-steps": 32, "minibatch-size": 128},
+    "sac": {"log-every": 512, "learning-starts": 512, "batch-size": 64, "updates": 2, "buffer-size": 1000},
+}
+MODULES = {"ppo": ppo_racer, "sac": sac_racer}
+both = pytest.mark.parametrize("name", ["ppo", "sac"])
+one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(name, *flags, processes=2, restarts=0, script=None, **settings) -> a running torchrun, killed after the test"""
+    started = []
+    config = tmp_path / "short.json"
+    config.write_text((ROOT / "ai-config.json").read_text().replace("3000", "300"))
+
+    def start(name, *flags, processes=2, restarts=0, script=None, **settings):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={processes}",
+            f"--max-restarts={restarts}",
+        ]
+        command += [
+            f"--master-port={port}",
+            "--monitor-interval=0.1",
+            "--",
+            str(script or ROOT / f"{name}_racer.py"),
+            *flags,
+        ]
+        if "--resume" not in flags:
+            given = {k.replace("_", "-"): v for k, v in settings.items()}
+            for flag, value in {**USUAL, **OWN[name], "config-path": config, "run-dir": tmp_path, **given}.items():
+                command += [f"--{flag}", *map(str, value if isinstance(value, tuple) else (value,))]
+            command += ["--no-tensorboard"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(OSError, AttributeError):
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def finish(process) -> str:
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    return out
+
+
+def weights(folder: Path, name: str, file: str = "checkpoint.pt") -> torch.Tensor:
+    agent = MODULES[name].load_checkpoint(folder / file)["agent"]
+    return torch.cat([agent[key].double().flatten() for key in sorted(agent)])
+
+
+# Writes a checksum of the weights and the optimiser after every update of every process to sums-RANK.
+SPY = """
+import sys, zlib
+import {name}_racer as trainer
+real = trainer.update
+def update(agent, optimizers, *rest):
+    result = real(agent, optimizers, *rest)
+    vectors = [state for o in optimizers.values() for p in o.param_groups[0]["params"] for state in (p.data, *o.state[p].values())]
+    sums = [zlib.crc32(v.detach().contiguous().numpy().tobytes()) for v in (*vectors, *agent.state_dict().values())]
+    with open({folder!r} + "/sums-" + trainer.os.environ["RANK"], "a") as file:
+        print(sums, file=file)
+    return result
+trainer.update = update
+sys.exit(trainer.main())
+"""
+
+
+@both
+def test_all_processes_hold_the_same_bits_at_every_update_and_a_run_repeats(launch, tmp_path, name):
+    script = tmp_path / "spy.py"
+    script.write_text(SPY.format(name=name, folder=str(tmp_path)))
+    finish(launch(name, script=script, run_name="a"))
+    sums = [(tmp_path / f"sums-{rank}").read_text().splitlines() for rank in "01"]
+    assert len(sums[0]) >= 8 and sums[0] == sums[1] and len(set(sums[0])) == len(sums[0])
+    finish(launch(name, run_name="b"))
+    assert torch.equal(weights(tmp_path / "a", name), weights(tmp_path / "b", name))
+    rows = [
+        [
+            {k: v for k, v in row.items() if not k.startswith("time/")}
+            for row in read_csv(tmp_path / run / "metrics.csv")
+        ]
+        for run in "ab"
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == 8 and rows[0][-1]["step"] == "4096"
+
+
+def test_a_team_of_two_takes_the_step_of_one_on_all_samples(launch, tmp_path):
+    """Gradients averaged over two halves of a minibatch are those of the minibatch, and statistics are those of all cars."""
+    script = tmp_path / "average.py"
+    script.write_text(
+        "import json, sys, numpy as np, torch, ppo_racer\n"
+        "team = ppo_racer.Team()\n"
+        "torch.manual_seed(0)\n"
+        "agent = ppo_racer.Agent()\n"
+        "g = torch.Generator().manual_seed(1)\n"
+        "batch = {'obs': torch.randn(64, 14, generator=g), 'returns': torch.randn(64, generator=g)}\n"
+        "mine = {k: v[team.rank::team.size] for k, v in batch.items()}\n"
+        "order = [torch.arange(len(mine['obs']))]\n"
+        "args = ppo_racer.Args(max_grad_norm=1e9)\n"
+        "optimizer = ppo_racer.make_optimizers(agent, 1e-2)['critic']\n"
+        "learner = ppo_racer.update_critic(agent, optimizer, mine, order, 1, args)\n"
+        "ppo_racer.learn_in_step(team, learner)\n"
+        "gradient = optimizer.param_groups[0]['params'][0].grad\n"
+        "scaler = ppo_racer.RewardScaler(12 // team.size, 0.9, 3, first_car=team.rank * 12 // team.size)\n"
+        "rewards = np.random.default_rng(0).normal(size=(5, 12))[:, team.rank * scaler.returns.size:][:, :scaler.returns.size]\n"
+        "scaler.update(rewards, np.zeros(rewards.shape, bool), team.gather)\n"
+        "agent.update_normalizer(mine['obs'], team.gather)\n"
+        "result = {'gradient': gradient.tolist(), 'moments': scaler.moments}\n"
+        "result |= {'mean': agent.obs_mean.tolist(), 'var': agent.obs_var.tolist()}\n"
+        "open(sys.argv[sys.argv.index('--run-name') + 1] + str(team.rank), 'w').write(json.dumps(result))\n"
+        "team.close()\n"
+    )
+    results = []
+    for size in (1, 2):
+        finish(launch("ppo", script=script, processes=size, run_name=tmp_path / f"of{size}-"))
+        results.append([json.loads((tmp_path / f"of{size}-{rank}").read_text()) for rank in range(size)])
+    (one,), (first, second) = results
+    assert first == second, "the same everywhere"
+    for key in one:
+        np.testing.assert_allclose(first[key], one[key], rtol=1e-4, atol=1e-7)
+
+
+@both
+def test_laps_and_episodes_of_all_processes_are_logged_by_the_first(launch, tmp_path, name):
+    out = finish(launch(name, run_name="a", total_timesteps=9216, start="grid"))
+    assert out.count("16 cars on track-01, 2 processes") == 1 and out.count("\ndone: ") == 1
+    ended = sum(float(row["racer/episodes_this_rollout"] or 0) for row in read_csv(tmp_path / "a" / "metrics.csv"))
+    assert ended >= 16, "16 cars have ended an episode of 300 ticks in 576 ticks"
+    checkpoint = MODULES[name].load_checkpoint(tmp_path / "a")
+    assert len(checkpoint["envs"]["x"]) == 16 and len(checkpoint["generators"]) == 2
+    assert not torch.equal(*checkpoint["generators"])
+    assert json.loads((tmp_path / "a" / "args.json").read_text())["processes"] == 2
+
+
+def test_a_process_drives_its_part_of_the_fleet():
+    tracks = ["track-01", "track-02", "track-03"]
+    whole = RacerVectorEnv(8, tracks, start="anywhere")
+    parts = [RacerVectorEnv(4, tracks, start="anywhere", first_car=first) for first in (0, 4)]
+    actions = np.tile([[0.1, 1.0, 0.0]], (8, 1))
+    observations = [whole.reset(seed=3)[0], np.concatenate([part.reset(seed=3)[0] for part in parts])]
+    np.testing.assert_array_equal(*observations)
+    for _ in range(20):
+        observations = [whole.step(actions)[0], np.concatenate([part.step(actions[:4])[0] for part in parts])]
+        np.testing.assert_array_equal(*observations)
+    scaler = ppo_racer.RewardScaler(4, 0.9, 3, first_car=4)
+    assert [list(range(4))[cars] for cars in scaler.tracks] == [
+        [2],
+        [0, 3],
+        [1],
+    ]  # cars 4 to 7 of tracks 0, 1, 2, 0, 1, 2, 0, 1
+
+
+@both
+def test_several_processes_resume_bit_for_bit(launch, tmp_path, name):
+    finish(launch(name, run_name="whole"))
+    finish(launch(name, run_name="half"))
+    assert torch.equal(weights(tmp_path / "whole", name), weights(tmp_path / "half", name))
+    for run in ("whole", "half"):
+        out = finish(launch(name, "--resume", str(tmp_path / run), "--total-timesteps", "6144"))
+        assert "going on from step 4,096" in out
+    assert torch.equal(weights(tmp_path / "whole", name), weights(tmp_path / "half", name))
+
+
+@both
+def test_a_run_goes_on_with_another_number_of_processes(launch, tmp_path, name):
+    finish(launch(name, run_name="a"))
+    module = MODULES[name]
+    before = module.load_checkpoint(tmp_path / "a")
+    result = module.train(module.Args(resume=tmp_path / "a", total_timesteps=5120))
+    assert result["finished"] and result["steps"] == 5120
+    after = module.load_checkpoint(tmp_path / "a")
+    assert len(before["generators"]) == 2 and len(after["generators"]) == 1 and len(after["envs"]["x"]) == 16
+    out = finish(launch(name, "--resume", str(tmp_path / "a"), "--total-timesteps", "6144", processes=4))
+    assert "going on with 4 instead of 1 processes: as good, but with other random numbers, so not bit for bit" in out
+    process = launch(name, "--resume", str(tmp_path / "a"), "--total-timesteps", "7168", processes=3)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode and "--num-envs is 16, which 3 processes cannot share equally; make it 15, say" in out
+
+
+def worker_pids(launcher: int) -> list[int]:
+    """The processes torchrun has started, in order."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children")
+    return [int(pid) for pid in children.read_text().split()]
+
+
+def wait_for(condition, process, seconds=60):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.02)
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
+
+
+@linux
+@one_in_short
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_process_that_dies_ends_the_run_and_says_how_to_go_on(launch, tmp_path, name, victim):
+    process = launch(name, run_name="a", total_timesteps=10**8, checkpoint_every=1024)
+    wait_for((tmp_path / "a" / "checkpoint.pt").exists, process)
+    os.kill(worker_pids(process.pid)[victim], signal.SIGKILL)
+    died = time.monotonic()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode and time.monotonic() - died < 60
+    assert re.search(rf"process {1 - victim} of 2 .* another one of this run has died or does not answer", out), out
+    assert f"torchrun --nproc_per_node=2 {name}_racer.py" in out.replace(os.path.relpath(ROOT) + "/", "")
+    assert f"--resume {tmp_path / 'a'}" in out
+    assert MODULES[name].load_checkpoint(tmp_path / "a")["counters"]["steps"] >= 1024
+
+
+@linux
+@both
+def test_torchrun_restarts_a_run_from_its_last_checkpoint_by_itself(launch, tmp_path, name):
+    process = launch(name, restarts=2, total_timesteps=32_768, eval_every=10**9)
+    wait_for(lambda: list(tmp_path.glob(f"{name}-*/checkpoint.pt")), process)
+    os.kill(worker_pids(process.pid)[1], signal.SIGKILL)
+    out = finish(process)
+    assert "going on from step" in out and "done: " in out
+    (folder,) = tmp_path.glob(f"{name}-*")
+    steps = [int(row["step"]) for row in read_csv(folder / "metrics.csv")]
+    assert steps == sorted(set(steps)) and len(steps) == steps[-1] // 512, "no row is lost, none is there twice"
+
+
+@linux
+@one_in_short
+def test_ctrl_c_stops_all_processes_together_with_one_checkpoint(launch, tmp_path, name):
+    process = launch(name, run_name="a", total_timesteps=10**8)
+    wait_for((tmp_path / "a" / "checkpoint.pt").exists, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, _ = process.communicate(timeout=60)
+    stopped = re.search(r"stopped: ([\d,]+) steps", out)
+    assert process.returncode and stopped, out
+    assert out.count("stopping: finishing this update") == 1 and f"--resume {tmp_path / 'a'}" in out
+    steps = MODULES[name].load_checkpoint(tmp_path / "a")["counters"]["steps"]
+    assert steps == int(stopped.group(1).replace(",", ""))
+
+
+@both
+def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_all(launch, tmp_path, name):
+    good, dying = Server(), Server("--fault", "die", "--after", "120")
+    short = {"num_envs": 4, "start": "grid", "total_timesteps": 2000, "run_name": "a", "checkpoint_every": 10**9}
+    short |= {"rollout_steps": 50, "minibatch_size": 50} if name == "ppo" else {"log_every": 100, "action_repeat": 2}
+    try:
+        process = launch(name, **short, eval_every=10**9, bridge_url=(good.url, dying.url))
+        out, _ = process.communicate(timeout=100)
+    finally:
+        good.kill()
+        dying.kill()
+    assert process.returncode and "exitcode  : 3" in out, out
+    assert f"bridge connection 0 ({dying.url})" in out or f"bridge connection 1 ({dying.url})" in out
+    assert f"bridge connection 0 ({good.url})" not in out and f"--resume {tmp_path / 'a'}" in out
+    assert MODULES[name].load_checkpoint(tmp_path / "a")["counters"]["steps"] in range(100, 480)
+
+
+def test_what_processes_cannot_share_is_said(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for module in MODULES.values():
+        assert module.Args().num_envs % 3 == 0
+        with pytest.raises(
+            ValueError, match="--num-envs is 16, which 3 processes cannot share equally; make it 15, say"
+        ):
+            module.Args(num_envs=16)
+        with pytest.raises(ValueError, match="each needs a car at least in 3 processes"):
+            module.Args(num_envs=3, track_id=("track-01", "track-02"))
+        with pytest.raises(ValueError, match="--evaluate needs one process only"):
+            module.Args(evaluate=Path("runs"))
