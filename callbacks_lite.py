@@ -15,12 +15,14 @@ Nothing here can stop a training run: a TensorBoard or a file that cannot be wri
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
 import os
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -62,6 +64,7 @@ class MetricsLogger:
         try:
             from torch.utils.tensorboard import SummaryWriter
 
+            threading.excepthook = _but_for_tensorboard(threading.excepthook)
             purge_step = None if resume_step is None else resume_step + 1
             return SummaryWriter(str(self.folder), purge_step=purge_step)
         except Exception as error:  # not installed, broken, or a folder that cannot be written
@@ -151,11 +154,15 @@ class MetricsLogger:
 
     def _rewrite(self, rows: list[dict]) -> None:
         temporary = self.csv_path.with_suffix(".csv.tmp")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns, restval="")
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(temporary, self.csv_path)
+        try:
+            with temporary.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, self._columns, restval="")
+                writer.writeheader()
+                writer.writerows(rows)
+            os.replace(temporary, self.csv_path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def _take_back_rows(self, resume_step: int) -> None:
         """Rows of a run that was killed may be ahead of its last checkpoint, the last one even cut in the middle."""
@@ -165,6 +172,11 @@ class MetricsLogger:
             self._rewrite(rows)
         else:
             self.csv_path.unlink(missing_ok=True)
+
+
+def _but_for_tensorboard(hook):
+    """TensorBoard writes in a thread. An error there is told by the next thing that is recorded; no traceback is needed."""
+    return lambda args: None if type(args.thread).__module__.startswith("tensorboard.") else hook(args)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -264,8 +264,18 @@ class Team:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if self.size > 1:
             with self._someone_missing():
-                dist.init_process_group("gloo", timeout=timedelta(seconds=ANSWER_S + patience_s))
+                timeout = timedelta(seconds=ANSWER_S + patience_s)
+                place = {"store": self._meeting_place(timeout), "rank": self.rank, "world_size": self.size}
+                dist.init_process_group("gloo", timeout=timeout, **place)
                 self.patient = dist.new_group(timeout=timedelta(hours=1))  # for waits while the first one evaluates
+
+    def _meeting_place(self, timeout: timedelta) -> dist.Store:
+        """Where the processes find each other: the launcher's store. After a restart it may still hold the addresses of
+        processes that are gone, so every attempt has a part of its own."""
+        env = os.environ
+        own = self.first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # no launcher, so nobody else has one
+        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=own, timeout=timeout)
+        return dist.PrefixStore(f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     @property
     def first(self) -> bool:
@@ -1204,7 +1214,7 @@ class Run:
             if self.faults_in_a_row > self.args.bridge_retries or not self.stop.wait(pause):
                 raise error
             which = f"retry {self.faults_in_a_row} of {self.args.bridge_retries}"
-            print(f"\nWARNING: {error}. Connecting again ({which})", file=sys.stderr, flush=True)
+            print(f"\nWARNING: {error}\nConnecting again ({which})", file=sys.stderr, flush=True)
             try:
                 return envs.reconnect()
             except BridgeError as again:

@@ -270,6 +270,7 @@ def kill_and_resume(lab, folder: Path, straight: Path, kills: int, seed: int) ->
     assert not list((folder / "run").glob("*.tmp")), "what a killed write left behind is tidied up"
 
 
+@mostly_shared
 def test_kill_minus_9_and_resume_is_the_run_never_stopped(lab, tmp_path, straight):
     kill_and_resume(lab, tmp_path, straight, kills=2, seed=1)
 
