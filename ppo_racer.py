@@ -6,6 +6,7 @@
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python ppo_racer.py --resume runs/NAME                           # go on, bit for bit, after any interruption
     python ppo_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
+    python ppo_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
     torchrun --nproc_per_node=8 ppo_racer.py --num-envs 8192 --minibatch-size 8192           # on more cores or machines
     tensorboard --logdir runs
 
@@ -52,17 +53,35 @@ import tyro  # noqa: E402
 from torch import nn  # noqa: E402
 
 from callbacks_lite import TICKS_PER_SECOND, Clock, MetricsLogger, Progress, RaceStats, lap_replay, racing_line, say  # noqa: E402
-from racer_env import ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, BridgeError, RacerVectorEnv, drive_again  # noqa: E402
+from racer_env import (  # noqa: E402
+    ACTION_HIGH,
+    ACTION_LOW,
+    DEFAULT_CONFIG_PATH,
+    OBS_HIGH,
+    OBS_LOW,
+    OBS_SIZE,
+    BridgeError,
+    RacerVectorEnv,
+    drive_again,
+)
 
 ALGORITHM = "ppo"
 CHECKPOINT_FORMAT = 2
 CHECKPOINT_KEYS = ("args", "agent", "optimizers", "scaler", "stats", "envs", "config", "generators", "counters", "best")
 NOT_OVER_CARS = ("moments", "episodes", "totals")  # what in a state is of the run, and not an array over its cars
-NOT_SETTINGS = ("resume", "evaluate", "episodes", "json")  # flags that say what to do, not how to train
+NOT_SETTINGS = (
+    "resume",
+    "evaluate",
+    "episodes",
+    "json",
+    "export",
+    "checkpoint",
+)  # flags that say what to do, not how to train
 MAY_CHANGE = ("total_timesteps", "eval_every", "checkpoint_every", "tensorboard", "bridge_retries")  # on --resume
 # Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
 OBS_MEAN = (*[0.25] * 9, 0.6, 0.0, 0.0, 0.5, 0.2)
 OBS_STD = (*[0.2] * 9, 0.25, 0.3, 0.5, 0.3, 0.15)
+NORM_EPSILON = 1e-6
 PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver the game's authors published
 EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE, EXIT_TEAM = 130, 143, 3, 4
 LONGEST_PAUSE_S = 30.0  # before connecting to a bridge again
@@ -98,14 +117,18 @@ class Args:
     """with --evaluate: episodes per track"""
     json: MaybePath = None
     """with --evaluate: also write the results to this file"""
+    export: MaybePath = None
+    """write the driver of --checkpoint to this folder, as the browser game loads it (ONNX)"""
+    checkpoint: MaybePath = None
+    """with --export: the checkpoint or run folder"""
 
     # -- env
     track_id: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TRACK ...", help_behavior_hint="")] = None
     """track, or several to train one driver on all: names or .json files (default track-01; with --evaluate, those trained on)"""
     config_path: MaybePath = None
     """reward weights and episode limits (default: ai-config.json)"""
-    start: str = "grid"
-    """where episodes start: grid, or anywhere (embedded engine; teaches recovering)"""
+    start: MaybeStr = None
+    """where episodes start: grid, or anywhere, which teaches recovering (default grid; to train on several tracks, anywhere)"""
     bridge_url: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL ...", help_behavior_hint="")] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
     bridge_retries: int = 0
@@ -179,6 +202,9 @@ class Args:
                     self.num_envs = math.ceil(self.num_envs / self.num_processes) * self.num_processes
         if self.hidden is None:
             self.hidden = 64 if len(self.track_id) == 1 else 96
+        if self.start is None:  # the real game knows the grid only
+            to_recover = len(self.track_id) > 1 and self.evaluate is None and not on_bridge
+            self.start = "anywhere" if to_recover else "grid"
         self._check_ranges()
         if self.target_kl is not None and not 0 < self.target_kl < math.inf:
             raise ValueError(f"--target-kl is {self.target_kl}; it must be more than 0, or left out")
@@ -368,7 +394,7 @@ class Agent(nn.Module):
         self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
 
     def normalize(self, obs):
-        return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + 1e-6)
+        return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + NORM_EPSILON)
 
     @torch.no_grad()
     def update_normalizer(self, obs, gather=lambda value: [value]) -> None:
@@ -387,7 +413,7 @@ class Agent(nn.Module):
 
         For a few cars a network this small is all overhead in torch, and evaluation would take three times as long.
         """
-        mean, scale = self.obs_mean.numpy().copy(), torch.rsqrt(self.obs_var + 1e-6).numpy()
+        mean, scale = self.obs_mean.numpy().copy(), torch.rsqrt(self.obs_var + NORM_EPSILON).numpy()
         layers = [
             (layer.weight.detach().numpy().T.copy(), layer.bias.detach().numpy().copy()) for layer in self.actor[::2]
         ]
@@ -399,6 +425,56 @@ class Agent(nn.Module):
             return np.clip(x @ layers[-1][0] + layers[-1][1], ACTION_LOW, ACTION_HIGH)
 
         return drive
+
+    def to_onnx(self, onnx):
+        """The driver as a model of ONNX: normalised observations (batch, 14) -> inputs in the box (batch, 3)."""
+        net = OnnxNet(onnx)
+        x = "obs"
+        for layer in self.actor[::2]:
+            x = net.add("Gemm", x, net.number(layer.weight), net.number(layer.bias), transB=1)
+            if layer is not self.actor[-1]:
+                x = net.add("Relu", x)
+        return net.model(x)
+
+    def observation_stats(self) -> dict:
+        """`normalize` in the numbers of the game's own file, with a clip that no observation reaches."""
+        farthest = torch.maximum(torch.tensor(OBS_HIGH) - self.obs_mean, self.obs_mean - torch.tensor(OBS_LOW))
+        clip = max(10.0, math.ceil((farthest * torch.rsqrt(self.obs_var + NORM_EPSILON)).max().item()))
+        stats = {"obs_mean": self.obs_mean.tolist(), "obs_var": self.obs_var.tolist()}
+        return {**stats, "clip_obs": clip, "epsilon": NORM_EPSILON}
+
+
+class OnnxNet:
+    """A model of ONNX, operation by operation."""
+
+    def __init__(self, onnx):
+        self.onnx, self.nodes, self.numbers = onnx, [], []
+
+    def number(self, values) -> str:
+        """A constant. -> its name"""
+        array = values.detach().numpy() if isinstance(values, torch.Tensor) else values
+        self.numbers.append(
+            self.onnx.numpy_helper.from_array(np.array(array, np.float32), f"number{len(self.numbers)}")
+        )
+        return self.numbers[-1].name
+
+    def add(self, operation: str, *inputs: str, output: str | None = None, **attributes) -> str:
+        """-> the name of what comes out"""
+        output = output or f"x{len(self.nodes)}"
+        self.nodes.append(self.onnx.helper.make_node(operation, inputs, [output], **attributes))
+        return output
+
+    def model(self, x: str):
+        """The model that gives x, kept within the box of inputs."""
+        self.add("Min", self.add("Max", x, self.number(ACTION_LOW)), self.number(ACTION_HIGH), output="actions")
+        helper, kind = self.onnx.helper, self.onnx.TensorProto.FLOAT
+        obs = helper.make_tensor_value_info("obs", kind, ["batch", OBS_SIZE])
+        actions = helper.make_tensor_value_info("actions", kind, ["batch", len(ACTION_LOW)])
+        graph = helper.make_graph(self.nodes, "driver", [obs], [actions], self.numbers)
+        # Old versions on purpose: every runtime in a browser knows them.
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+        self.onnx.checker.check_model(model)
+        return model
 
 
 def mlp(hidden: int, outputs: int, output_gain: float) -> nn.Sequential:
@@ -806,7 +882,7 @@ def summarize(episodes: list[Episode]) -> dict:
         "episodes": len(episodes),
         "laps": sum(len(e.lap_ticks) for e in episodes),
         "completion_rate": float(np.mean([bool(e.lap_ticks) for e in episodes])),
-        "to_the_end": float(np.mean([not e.terminated for e in episodes])),
+        "failures": sum(e.terminated or not e.lap_ticks for e in episodes),
         "mean_reward": score(episodes),
         "mean_length": float(np.mean([e.length for e in episodes])),
         "first_lap_sec": float(np.mean(first)) if first else None,
@@ -1500,7 +1576,7 @@ def report(run: Run, stopped: int | None) -> dict:
 
 
 # ======================================================================================================================
-# Evaluate a checkpoint, and the command line
+# Evaluate or export a checkpoint, and the command line
 # ======================================================================================================================
 
 
@@ -1522,20 +1598,67 @@ def evaluate_checkpoint(args: Args) -> list[dict]:
             episodes, _ = evaluate(agent, envs, [track], seed=args.seed)
         finally:
             envs.close()
-        results.append(summarize(episodes))
-        result = results[-1]
+        result = summarize(episodes)
+        results.append(result)
         print(f"\n{track}: {args.episodes} episodes from {'the grid' if args.start == 'grid' else 'anywhere'}")
-        print(f"  laps            {result['laps']} ({result['completion_rate']:.0%} of episodes with one, "
-              f"{result['to_the_end']:.0%} driven to the end)")  # fmt: skip
+        print(f"  laps            {result['laps']} ({result['completion_rate']:.1%} of the episodes with one)")
+        print(f"  failures        {result['failures']} (without a lap, or ended before the time)")
         print(f"  first lap       {lap_time(result['first_lap_sec'])} from standing")
         print(
             f"  flying lap      {lap_time(result['flying_lap_sec'])} median, spread {lap_time(result['flying_spread_sec'])}"
         )
         print(f"  best lap        {lap_time(result['best_lap_sec'])}")
         print(f"  reward          {result['mean_reward']:.3f} over {result['mean_length']:,.0f} ticks")
+    if len(results) > 1:
+        failures, count = sum(result["failures"] for result in results), sum(result["episodes"] for result in results)
+        print(f"\nall tracks: {count} episodes, {count - failures} without failure ({1 - failures / count:.1%})")
     if args.json:
         args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
     return results
+
+
+def export_driver(args: Args) -> Path:
+    """`--export`: the driver of a checkpoint as the browser game loads it, model.onnx and vecnorm_stats.json."""
+    if args.checkpoint is None:
+        raise ValueError("--export needs to know what: give --checkpoint with a run folder or a .pt file")
+    try:
+        import onnx
+    except ImportError as error:
+        raise ValueError("--export needs a package that is not installed: pip install onnx onnxruntime") from error
+    agent = restore_agent(load_checkpoint(args.checkpoint, prefer="best.pt"), args.checkpoint)
+    model, stats = agent.to_onnx(onnx), agent.observation_stats()
+    args.export.mkdir(parents=True, exist_ok=True)
+    path = args.export / "model.onnx"
+    onnx.save(model, str(path))
+    (args.export / "vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
+    print(
+        f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json beside it -> actions [batch, {len(ACTION_LOW)}]"
+    )
+    try:
+        import onnxruntime
+    except ImportError:
+        print("not checked: for that, pip install onnxruntime")
+        return path
+    rng = np.random.default_rng(0)
+    obs = rng.uniform(*(bound.astype(np.float32) for bound in (OBS_LOW, OBS_HIGH)), (10_000, OBS_SIZE)).astype(
+        np.float32
+    )
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (actions,) = session.run(None, {"obs": normalize_as_the_game(obs, stats)})
+    difference = float(np.abs(actions - agent.driver()(obs)).max())
+    print(f"checked with onnxruntime on 10,000 observations: the actions differ by {difference:.1e} at most")
+    if not difference <= 1e-5:
+        raise ValueError(
+            f"the exported model does not act as the checkpoint does: its actions differ by {difference:g}"
+        )
+    return path
+
+
+def normalize_as_the_game(obs: np.ndarray, stats: dict) -> np.ndarray:
+    """What the game does to observations (N, 14) before it asks the model."""
+    mean, var = np.array(stats["obs_mean"], np.float32), np.array(stats["obs_var"], np.float32)
+    normalized = (obs - mean) / np.sqrt(var + np.float32(stats["epsilon"]))
+    return np.clip(normalized, -stats["clip_obs"], stats["clip_obs"]).astype(np.float32)
 
 
 def main() -> int:
@@ -1551,6 +1674,9 @@ def main() -> int:
     try:
         if "bridge_url" in args.given and not args.bridge_url:
             raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
+        if args.export is not None:
+            export_driver(args)
+            return 0
         if args.evaluate is not None:
             evaluate_checkpoint(args)
             return 0
