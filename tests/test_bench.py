@@ -70,12 +70,12 @@ def test_the_environment_is_closed_after_an_error(monkeypatch):
 def test_exit_code_says_whether_the_target_was_reached(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench_racer, "CAR_COUNTS", (1, 4))
     path = tmp_path / "out.json"
-    assert main(Args(**QUICK, target=1.0, json=path)) == 0
+    assert main(Args(**QUICK, only=("environment",), target=1.0, json=path)) == 0
     assert "reached" in capsys.readouterr().out
     written = json.loads(path.read_text())
     assert [row["label"] for row in written["rows"]] == ["1", "4", "1,024 on 3 tracks", "1,024 in the walls"]
     assert written["passed"] and set(written["rows"][0]) >= KEYS and written["machine"]["cores"]
-    assert main(Args(**QUICK, target=1e15)) == 1
+    assert main(Args(**QUICK, only=("environment",), target=1e15)) == 1
     assert "MISSED" in capsys.readouterr().out
 
 
@@ -120,3 +120,42 @@ def test_the_drivers_do_what_the_rows_say():
         leaning_contacts.append(leaning.wall_contact.mean())
     assert infos["rawSpeed"].mean() > 60 and np.mean(contacts[100:]) < 0.05, "cars that drive"
     assert np.mean(leaning_contacts[150:]) > 0.5, "most cars are in the walls"
+
+
+def test_learning_is_measured_in_updates_of_both_algorithms(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_racer, "LEARNING_S", 0.01)
+    path = tmp_path / "out.json"
+    assert main(Args(only=("learning",), repeats=1, json=path)) == 0
+    rows = {row["label"]: row for row in json.loads(path.read_text())["learning"]}
+    assert set(rows) == {"ppo_racer.py", "sac_racer.py"} and "updates/s" in capsys.readouterr().out
+    assert rows["ppo_racer.py"]["samples_per_sec"] == pytest.approx(1024 * rows["ppo_racer.py"]["updates_per_sec"])
+    assert rows["sac_racer.py"]["samples_per_sec"] == pytest.approx(256 * rows["sac_racer.py"]["updates_per_sec"])
+
+
+def test_training_is_measured_from_the_start_of_the_process(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_racer, "ALGORITHMS", ("ppo",))
+    path = tmp_path / "out.json"
+    assert main(Args(only=("training",), total_timesteps=50_000, json=path)) == 0
+    (row,) = json.loads(path.read_text())["training"]
+    assert row["steps"] >= 50_000 and row["seconds_to_lap"] is None and row["runs"] == 1
+    assert (
+        row["steps_per_sec"] == pytest.approx(row["steps"] / row["seconds"])
+        and row["steps_per_sec"] < row["loop_steps_per_sec"]
+    )
+    out = capsys.readouterr().out
+    assert "learning" in out and "environment" in out and "a step takes" in out
+
+
+def test_runs_are_reported_by_their_medians():
+    def run(rate, lap):
+        return {"steps_per_sec": rate, "seconds_to_lap": lap, "steps": 1}
+
+    row = bench_racer.median_run("x", [run(10.0, 5.0), run(30.0, 4.0), run(20.0, 9.0)])
+    assert row["steps_per_sec"] == 20 and row["spread"] == 1.0 and row["seconds_to_lap"] == 5.0 and row["runs"] == 3
+    assert bench_racer.median_run("x", [run(10.0, 5.0), run(30.0, None)])["seconds_to_lap"] is None
+
+
+def test_compare_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(bench_racer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install stable-baselines3"):
+        Args(compare=True)
