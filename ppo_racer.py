@@ -52,7 +52,17 @@ import torch.distributed as dist  # noqa: E402
 import tyro  # noqa: E402
 from torch import nn  # noqa: E402
 
-from callbacks_lite import TICKS_PER_SECOND, Clock, MetricsLogger, Progress, RaceStats, lap_replay, racing_line, say  # noqa: E402
+from callbacks_lite import (  # noqa: E402
+    TICKS_PER_SECOND,
+    Clock,
+    MetricsLogger,
+    Progress,
+    RaceStats,
+    best_lap_ticks,
+    lap_replay,
+    racing_line,
+    say,
+)
 from racer_env import (  # noqa: E402
     ACTION_HIGH,
     ACTION_LOW,
@@ -817,6 +827,7 @@ class Episode:
     lap_ticks: list[int] = dataclasses.field(default_factory=list)
     lap_ends: list[int] = dataclasses.field(default_factory=list)  # step counts
     from_line: bool = True
+    best_known: int | None = None  # the best flying lap there is, in ticks
 
     @property
     def first_lap(self) -> int | None:
@@ -832,7 +843,10 @@ def evaluate(agent: Agent, envs: RacerVectorEnv, tracks, seed: int | None = None
     """One episode of every car, without noise. -> episodes, and the actions given (ticks, N, 3)"""
     obs, infos = envs.reset(seed=seed)
     on_line = envs.starts_on_line
-    episodes = [Episode(tracks[i % len(tracks)], from_line=on_line) for i in range(envs.num_envs)]
+    episodes = [
+        Episode(track, from_line=on_line, best_known=best_lap_ticks(track, envs.config))
+        for track in (tracks[i % len(tracks)] for i in range(envs.num_envs))
+    ]
     running, began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
     lap, checkpoint, actions, drive = infos["lap"], infos["checkpoint"], [], agent.driver()
     while running.any():
@@ -870,7 +884,17 @@ def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
     }
     if laps:
         metrics |= {"eval/mean_lap_time_sec": float(np.mean(laps)), "eval/best_lap_time_sec": min(laps)}
+    shares = [percent_of_best([episode]) for episode in episodes]
+    if any(shares):
+        metrics["eval/percent_of_best_lap"] = float(np.mean([share for share in shares if share is not None]))
     return metrics
+
+
+def percent_of_best(episodes: list[Episode]) -> float | None:
+    """How fast the flying laps of some episodes on a track are (their median), measured by the best there is."""
+    flying = [ticks for episode in episodes for ticks in episode.flying_laps]
+    best = episodes[0].best_known
+    return 100 * best / float(np.median(flying)) if flying and best else None
 
 
 def summarize(episodes: list[Episode]) -> dict:
@@ -889,6 +913,7 @@ def summarize(episodes: list[Episode]) -> dict:
         "flying_lap_sec": float(np.median(flying)) if flying else None,
         "best_lap_sec": min(first + flying) if first or flying else None,
         "flying_spread_sec": max(flying) - min(flying) if flying else None,
+        "percent_of_best": percent_of_best(episodes),
     }
 
 
@@ -900,8 +925,9 @@ def describe(result: dict) -> str:
     """A summary as a line of text."""
     if not result["laps"]:
         return f"{result['track']}: no lap, reward {result['mean_reward']:.3f}"
+    share = f", {result['percent_of_best']:.1f} % of the best known" if result["percent_of_best"] else ""
     return (
-        f"{result['track']}: flying lap {lap_time(result['flying_lap_sec'])} (best {lap_time(result['best_lap_sec'])}), "
+        f"{result['track']}: flying lap {lap_time(result['flying_lap_sec'])} (best {lap_time(result['best_lap_sec'])}{share}), "
         f"first lap {lap_time(result['first_lap_sec'])}, {result['laps'] / result['episodes']:g} laps an episode, "
         f"reward {result['mean_reward']:.3f}"
     )
@@ -1608,6 +1634,9 @@ def evaluate_checkpoint(args: Args) -> list[dict]:
             f"  flying lap      {lap_time(result['flying_lap_sec'])} median, spread {lap_time(result['flying_spread_sec'])}"
         )
         print(f"  best lap        {lap_time(result['best_lap_sec'])}")
+        if result["percent_of_best"]:
+            known = lap_time(best_lap_ticks(track, envs.config) / TICKS_PER_SECOND)
+            print(f"  of the best     {result['percent_of_best']:.1f} %: a flying lap of {known} is known")
         print(f"  reward          {result['mean_reward']:.3f} over {result['mean_length']:,.0f} ticks")
     if len(results) > 1:
         failures, count = sum(result["failures"] for result in results), sum(result["episodes"] for result in results)

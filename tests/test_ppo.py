@@ -522,6 +522,7 @@ TAGS = {
         "eval/completion_rate",
         "eval/mean_lap_time_sec",
         "eval/best_lap_time_sec",
+        "eval/percent_of_best_lap",
     ),
 }
 
