@@ -104,11 +104,15 @@ def test_what_export_lacks_is_said(tmp_path, name, monkeypatch):
         module.export_driver(module.Args(export=tmp_path, checkpoint=tmp_path))
 
 
-def test_saturated_outputs_stay_in_the_box():
-    pytest.importorskip("onnx")
-    for module in MODULES.values():
-        agent = module.Agent()
-        with torch.no_grad():
-            agent.actor[-1].weight.mul_(1e4)
-        drive = agent.driver()(np.random.default_rng(0).uniform(0, 1, (100, OBS_SIZE)).astype(np.float32))
-        assert (drive >= ACTION_LOW).all() and (drive <= ACTION_HIGH).all()
+@both
+def test_what_no_network_should_give_stays_in_the_box(tmp_path, name):
+    onnx, module = pytest.importorskip("onnx"), MODULES[name]
+    agent = module.Agent()
+    with torch.no_grad():
+        agent.actor[-1].weight.mul_(1e4)
+    onnx.save(agent.to_onnx(onnx), str(tmp_path / "model.onnx"))
+    (tmp_path / "vecnorm_stats.json").write_text(json.dumps(agent.observation_stats()))
+    obs = np.random.default_rng(0).uniform(OBS_LOW, OBS_HIGH, (100, OBS_SIZE))
+    for actions in (model_of(tmp_path)[0](obs), agent.driver()(obs.astype(np.float32))):
+        assert (actions >= ACTION_LOW).all() and (actions <= ACTION_HIGH).all()
+        assert (actions == ACTION_LOW).any() and (actions == ACTION_HIGH).any()
