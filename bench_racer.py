@@ -31,6 +31,7 @@ import importlib.util
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -159,7 +160,7 @@ def run_benchmark(
         )
     finally:
         envs.close()
-    result = results[len(results) // 2]
+    result = results[(len(results) - 1) // 2]
     _, spread = median_and_spread([r["steps_per_sec"] for r in results])
     result |= {"spread": spread, "num_envs": num_envs, "steps": steps}
     return {**result, "target": target, "passed": bool(result["steps_per_sec"] >= target)}
@@ -327,7 +328,7 @@ def run_training(name: str, seed: int, args: Args) -> dict:
 def median_run(label: str, results: list[dict]) -> dict:
     """The run of median speed, with the medians and spreads of all that varies."""
     ordered = sorted(results, key=lambda result: result["steps_per_sec"])
-    row = {**ordered[len(ordered) // 2], "label": label, "runs": len(results)}
+    row = {**ordered[(len(ordered) - 1) // 2], "label": label, "runs": len(results)}
     row["spread"] = median_and_spread([result["steps_per_sec"] for result in results])[1]
     laps = [result["seconds_to_lap"] for result in results]
     row["all_seconds_to_lap"] = laps
@@ -471,9 +472,8 @@ def sb3_training(name: str, args: Args) -> dict:
 
 def median_and_spread(values) -> tuple[float, float]:
     """The median, and (largest - smallest) / median."""
-    ordered = sorted(values)
-    middle = ordered[len(ordered) // 2]
-    return middle, (ordered[-1] - ordered[0]) / middle
+    middle = statistics.median(values)
+    return middle, (max(values) - min(values)) / middle
 
 
 def machine() -> dict:

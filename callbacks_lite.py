@@ -70,7 +70,8 @@ class MetricsLogger:
         try:
             from torch.utils.tensorboard import SummaryWriter
 
-            threading.excepthook = _but_for_tensorboard(threading.excepthook)
+            if threading.excepthook.__module__ != __name__:
+                threading.excepthook = _but_for_tensorboard(threading.excepthook)
             purge_step = None if resume_step is None else resume_step + 1
             return SummaryWriter(str(self.folder), purge_step=purge_step)
         except Exception as error:  # not installed, broken, or a folder that cannot be written

@@ -542,16 +542,15 @@ def as_names(value, argument: str, hint: str) -> list[str]:
     return [str(name) for name in names]
 
 
-def make_cars(num_cars: int, track_id, config_path, bridge_url, start: str, first_car: int = 0):
+def make_cars(num_cars: int, track_id, config: dict, bridge_url, start: str, first_car: int = 0):
     """The backend for N cars: embedded, or on one or several bridges if a URL is given. All checks of what the user gave."""
     if isinstance(num_cars, bool) or not isinstance(num_cars, (int, np.integer)) or num_cars < 1:
         raise ValueError(f"num_envs is {num_cars!r}; it must be a whole number, 1 or more")
     if start not in STARTS:
         raise ValueError(f"unknown start {start!r}. Available: {', '.join(STARTS)}")
     track_ids = as_names(track_id, "track_id", f"Available: {', '.join(TRACKS)}")
-    config = load_config(config_path)
     if bridge_url is None:
-        return EmbeddedCars(int(num_cars), track_ids, config, start, first_car), config
+        return EmbeddedCars(int(num_cars), track_ids, config, start, first_car)
     urls = as_names(bridge_url, "bridge_url", "Leave it out to drive on the embedded engine")
     if start != "grid":
         raise ValueError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
@@ -560,7 +559,7 @@ def make_cars(num_cars: int, track_id, config_path, bridge_url, start: str, firs
             raise ValueError(
                 f"track {track!r} is a file, but the real game has only its own tracks, e.g. {', '.join(TRACKS)}"
             )
-    return BridgeCars(int(num_cars), track_ids, config, urls, first_car), config
+    return BridgeCars(int(num_cars), track_ids, config, urls, first_car)
 
 
 # ======================================================================================================================
@@ -647,7 +646,8 @@ class RacerEnv(gym.Env):
                 raise ValueError(
                     f"{argument} is a list: {_start_of(value)}; one car takes one, RacerVectorEnv takes several"
                 )
-        self._cars, self.config = make_cars(1, track_id, config_path, bridge_url, start)
+        self.config = load_config(config_path)
+        self._cars = make_cars(1, track_id, self.config, bridge_url, start)
         self._camera = _Camera(self._cars, track_id, self.config) if render_mode else None
         # What gym.make would note: with it, Gymnasium's tools can make another one like this.
         self.spec = copy.deepcopy(gym.spec(ENV_ID))
@@ -756,8 +756,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self.episode_statistics = episode_statistics
         self.starts_on_line = start == "grid"
         self._state = "new"
-        self._make_cars = lambda: make_cars(num_envs, track_id, config_path, bridge_url, start, first_car)
-        self._cars, self.config = self._make_cars()
+        self.config = load_config(config_path)
+        self._make_cars = lambda: make_cars(num_envs, track_id, self.config, bridge_url, start, first_car)
+        self._cars = self._make_cars()
         self.num_envs = int(num_envs)
         self.single_observation_space, self.single_action_space = observation_space(), action_space()
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
@@ -780,6 +781,11 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         """Raise now if a bridge cannot serve this run."""
         self._cars.check()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether any car has driven a step of its episode."""
+        return bool((self._lengths > 0).any())
+
     def reconnect(self):
         """After a BridgeError: new connections, and new episodes on all of them. -> observations, infos, as from reset()
 
@@ -788,7 +794,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         """
         _check_open(self._state)
         self._cars.close()
-        self._cars, _ = self._make_cars()
+        self._cars = self._make_cars()
         everyone = np.arange(self.num_envs)
         observations, info = self._cars.reset(everyone)
         underway = self._lengths > 0
@@ -906,7 +912,12 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         if not done.any():
             infos = _with_masks(info, self._everyone)
         else:
-            observations, infos = self._restart(np.flatnonzero(done), done, cut, observations, info)
+            try:
+                observations, infos = self._restart(np.flatnonzero(done), done, cut, observations, info)
+            except BridgeError:  # then this step has not happened
+                self._returns -= rewards
+                self._lengths -= 1
+                raise
         self._observations = observations
         return observations.copy(), rewards, terminated, truncated, infos
 

@@ -192,7 +192,7 @@ class Args:
     learning_starts: int = 5_000
     """steps driven before learning begins, or until the buffer is full"""
     batch_size: int = 256
-    """samples per optimiser step"""
+    """samples per optimiser step (rounded up to an equal share for every process)"""
     updates: int = 8
     """optimiser steps of the critics after every choice of all cars, made while the cars drive"""
     policy_frequency: int = 2
@@ -248,8 +248,12 @@ class Args:
             raise ValueError(
                 f"--updates is {self.updates}, which is no multiple of --policy-frequency {self.policy_frequency}: make it one"
             )
-        if self.resume is not None and self.evaluate is not None:
-            raise ValueError("--resume goes on training and --evaluate does not train; give one of them")
+        if sum(value is not None for value in (self.resume, self.evaluate, self.export)) > 1:
+            raise ValueError("--resume goes on training, --evaluate and --export do not train; give one of them")
+        if (self.export is None) != (self.checkpoint is None):
+            raise ValueError(
+                "--export DIR and --checkpoint PATH go together: where to, and what; give both, or neither"
+            )
 
     def _check_shares(self) -> None:
         """Every process, of one or more, drives as many cars as the others, and some on every track."""
@@ -264,8 +268,8 @@ class Args:
                 "each needs a car at least" if processes == 1 else f"each needs a car at least in {processes} processes"
             )
             raise ValueError(f"--num-envs is {cars}, but there are {tracks} tracks; {each}")
-        if self.evaluate is not None and processes > 1:
-            raise ValueError("--evaluate needs one process only: leave torchrun out")
+        if processes > 1 and (self.evaluate is not None or self.export is not None):
+            raise ValueError("--evaluate and --export need one process only: leave torchrun out")
 
     def _check_ranges(self) -> None:
         counts = (
@@ -333,21 +337,30 @@ class Team:
     same weights. What one of them needs from the others it asks for here; the first one evaluates, logs and writes.
     """
 
-    def __init__(self, patience_s: float = 0.0):
+    def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if self.size > 1:
+            lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+            if lacking:
+                raise ValueError(
+                    f"WORLD_SIZE is {self.size}, so there should be more processes, but {', '.join(lacking)} is not set; start "
+                    "them with torchrun, or unset WORLD_SIZE"
+                )
             with self._someone_missing():
-                timeout = timedelta(seconds=ANSWER_S + patience_s)
+                timeout = timedelta(seconds=ANSWER_S)
                 place = {"store": self._meeting_place(timeout), "rank": self.rank, "world_size": self.size}
                 dist.init_process_group("gloo", timeout=timeout, **place)
-                self.patient = dist.new_group(timeout=timedelta(hours=1))  # for waits while the first one evaluates
+                # For waits while one evaluates, writes a large file or looks for a bridge.
+                self.patient = dist.new_group(timeout=timedelta(hours=1))
 
     def _meeting_place(self, timeout: timedelta) -> dist.Store:
         """Where the processes find each other: the launcher's store. After a restart it may still hold the addresses of
         processes that are gone, so every attempt has a part of its own."""
         env = os.environ
         own = self.first and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # no launcher, so nobody else has one
-        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=own, timeout=timeout)
+        libuv = sys.platform != "win32"  # which has no build with it
+        address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        store = dist.TCPStore(*address, is_master=own, timeout=timeout, use_libuv=libuv)
         return dist.PrefixStore(f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
     @property
@@ -361,7 +374,7 @@ class Team:
         except RuntimeError as error:
             raise TeamError(
                 f"process {self.rank} of {self.size} (0 to {self.size - 1}): another one of this run has died or does not "
-                f"answer ({str(error).strip().splitlines()[0][:160]})"
+                f"answer ({str(error).strip()[:160]})"
             ) from error
 
     def average(self, *vectors: torch.Tensor) -> None:
@@ -373,12 +386,20 @@ class Team:
             for vector, mean in zip(vectors, (together / self.size).split([len(v) for v in vectors]), strict=True):
                 vector.copy_(mean)
 
-    def gather(self, value) -> list:
+    def gather(self, value, patiently: bool = False) -> list:
         """Everybody's value, the first one's first, for everybody."""
         values = [value] * self.size
         if self.size > 1:
             with self._someone_missing():
-                dist.all_gather_object(values, value)
+                dist.all_gather_object(values, value, group=self.patient if patiently else None)
+        return values
+
+    def collect(self, value) -> list | None:
+        """Everybody's value for the first one only."""
+        values = [value] * self.size if self.first else None
+        if self.size > 1:
+            with self._someone_missing():
+                dist.gather_object(value, values, dst=0, group=self.patient)
         return values
 
     def share(self, function, *arguments):
@@ -405,7 +426,7 @@ class Team:
             yield
         except BridgeError as error:
             mine = error
-        for error in self.gather(mine):
+        for error in self.gather(mine, patiently=True):
             if error is not None:
                 error.shared = True
                 raise error
@@ -739,8 +760,11 @@ class ReplayBuffer:
         """The choices of all processes in one file; of one process, without a second copy in memory. -> whether it worked"""
         arrays = {name: getattr(self, name)[: self.filled].numpy() for name in self.ARRAYS}
         if team.size > 1:
-            arrays = {name: np.concatenate(team.gather(array), axis=1) for name, array in arrays.items()}
-        return not team.first or write_whole(path, lambda file: np.savez(file, head=self.head, **arrays))
+            everyones = {name: team.collect(array) for name, array in arrays.items()}
+            if not team.first:
+                return True
+            arrays = {name: np.concatenate(parts, axis=1) for name, parts in everyones.items()}
+        return write_whole(path, lambda file: np.savez(file, head=self.head, **arrays))
 
     def load(self, path: Path, team: Team) -> None:
         """This process's share of a file. ValueError if it is none of these, damaged, or of other sizes; no code in it is run."""
@@ -1291,8 +1315,7 @@ class Stop:
 
 def launch_name() -> str:
     """What stays the same when torchrun starts its processes again after one has died."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return f"{socket.gethostname()}-{os.getppid()}" if name == "none" else name
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}-{socket.gethostname()}-{os.getppid()}"
 
 
 def find_run(args: Args) -> tuple[Path | None, dict | None]:
@@ -1300,14 +1323,22 @@ def find_run(args: Args) -> tuple[Path | None, dict | None]:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if args.resume is not None:
         folder = args.resume if args.resume.is_dir() else args.resume.parent
-        return folder, load_checkpoint(folder if again else args.resume)
-    if again:
-        for facts in args.run_dir.glob("*/args.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                if json.loads(facts.read_text())["launch"] == launch_name():
-                    folder = facts.parent
-                    return folder, load_checkpoint(folder) if (folder / "checkpoint.pt").exists() else None
-    return None, None
+        if again and (folder / "checkpoint.pt").exists():
+            checkpoint = load_checkpoint(folder)
+            if checkpoint.get("launch") == launch_name():  # not the one from before --resume
+                return folder, checkpoint
+        return folder, load_checkpoint(args.resume)
+    folder = newest_of_this_launch(args.run_dir) if again else None
+    return folder, load_checkpoint(folder) if folder and (folder / "checkpoint.pt").exists() else None
+
+
+def newest_of_this_launch(run_dir: Path) -> Path | None:
+    folders = {}
+    for facts in run_dir.glob("*/args.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if json.loads(facts.read_text())["launch"] == launch_name():
+                folders[facts.stat().st_mtime] = facts.parent
+    return folders[max(folders)] if folders else None
 
 
 def make_run_folder(args: Args) -> Path:
@@ -1374,7 +1405,7 @@ class Run:
             self.envs = RacerVectorEnv(cars, **env, start=args.start, stagger=True, first_car=first_car)
             try:
                 self.envs.check()
-                self.eval_envs = RacerVectorEnv(len(args.track_id), **env)
+                self.eval_envs = RacerVectorEnv(len(args.track_id), **env) if team.first else None
             except BaseException:
                 self.envs.close()
                 raise
@@ -1396,11 +1427,8 @@ class Run:
         self.obs = torch.from_numpy(obs)  # (N, 14) where the cars are
         self.stats.begin(infos)
 
-    def open_folder(self, folder: Path, resumed: bool) -> None:
-        args = self.args
-        self.folder = folder
-        if not self.team.first:
-            return
+    def open_folder(self, resumed: bool) -> None:
+        args, folder = self.args, self.folder
         for leftover in folder.glob("*.tmp"):  # of a run that was killed while it wrote
             with contextlib.suppress(OSError):
                 leftover.unlink()
@@ -1450,6 +1478,8 @@ class Run:
     def reconnect(self, envs: RacerVectorEnv, error: BridgeError):
         """After a bridge fault: connect again, as often in a row as --bridge-retries says. -> observations, infos; or raises"""
         self.bridge_faults += 1
+        if envs.under_way:  # it has driven since the last time
+            self.faults_in_a_row = 0
         while True:
             self.faults_in_a_row += 1
             pause = min(2 ** (self.faults_in_a_row - 1), LONGEST_PAUSE_S)
@@ -1484,10 +1514,8 @@ class Run:
             buffer = f"buffer-{self.steps}-{secrets.token_hex(4)}.npz" if with_buffer else None
             saved = buffer is None or self.buffer.save(self.folder / buffer, self.team)
             state = self.get_state(buffer)
-            if not self.team.first:
-                return True
-            saved = saved and save_checkpoint(self.folder / name, state)
-            if name == "checkpoint.pt":
+            saved = self.team.share(lambda: saved and save_checkpoint(self.folder / name, state))
+            if name == "checkpoint.pt" and self.team.first:
                 for file in self.folder.glob("buffer-*.npz"):
                     if file.name != buffer if saved else file.name == buffer:
                         with contextlib.suppress(OSError):
@@ -1495,14 +1523,16 @@ class Run:
             return saved
 
     def get_state(self, buffer_file: str | None = None) -> dict:
-        """The whole run, which all processes put together."""
+        """The whole run, which all processes put together for the first one."""
         mine = {
             "scaler": self.scaler.get_state(),
             "stats": self.stats.get_state(),
             "generator": self.generator.get_state(),
         }
         mine["envs"] = None if self.args.bridge_url else self.envs.get_state()
-        everyones = self.team.gather(mine)
+        everyones = self.team.collect(mine)
+        if everyones is None:
+            return None
         whole = {name: pack(join([theirs[name] for theirs in everyones])) for name in ("scaler", "stats", "envs")}
         return {
             "algorithm": ALGORITHM,
@@ -1521,6 +1551,7 @@ class Run:
             },
             "best": self.best,
             "published_beaten": self.published_beaten,
+            "launch": launch_name(),
             "buffer": buffer_file,
         }
 
@@ -1540,6 +1571,8 @@ class Run:
             self.best, self.published_beaten = checkpoint["best"], checkpoint["published_beaten"]
             self.scaler.set_state(share_of(unpack(checkpoint["scaler"]), team))
             self.stats.set_state(share_of(unpack(checkpoint["stats"]), team))
+            if not team.first:
+                self.stats.episodes.clear()  # the first one has them
             if len(checkpoint["generators"]) == team.size:
                 self.generator.set_state(checkpoint["generators"][team.rank])
             else:
@@ -1555,6 +1588,7 @@ class Run:
                     f"{self.args.learning_starts:,} steps first, and ends elsewhere than an unbroken run")  # fmt: skip
             if checkpoint["envs"] is None:  # the real game begins new episodes
                 self.stats.forget_episodes()
+                self.scaler.returns[:] = 0
                 self.begin()
                 self.buffer.cut()
             else:
@@ -1567,7 +1601,8 @@ class Run:
     def close(self) -> None:
         self.other_cores.shutdown()
         self.envs.close()
-        self.eval_envs.close()
+        if self.eval_envs is not None:
+            self.eval_envs.close()
         if hasattr(self, "logger"):
             self.logger.close()
         self.team.close()
@@ -1587,7 +1622,8 @@ def start_run(args: Args, team: Team) -> Run:
         else:
             with team.together():
                 run.set_state(checkpoint, folder)
-        run.open_folder(folder, resumed=checkpoint is not None)
+        run.folder = folder
+        team.share(run.open_folder, checkpoint is not None)
     except BaseException:
         run.close()
         raise
@@ -1596,7 +1632,7 @@ def start_run(args: Args, team: Team) -> Run:
 
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    team = Team(patience_s=args.bridge_retries * LONGEST_PAUSE_S)
+    team = Team()
     run = start_run(args, team)
     args, stopped = run.args, None
     try:
@@ -1664,7 +1700,6 @@ def drive_and_learn(run: Run) -> dict[str, float]:
                 buffer.cut()
                 run.scaler.returns[:] = 0
                 actions, driving = begin_to_drive(run)
-        run.faults_in_a_row = 0
     buffer.add(run.obs, actions, answer)
     run.scaler.update(answer.rewards[None], answer.ended[None], team.gather)
     if run.steps < args.norm_steps:
@@ -1696,15 +1731,19 @@ def sample_batches(agent: Agent, buffer, scaler: RewardScaler, args: Args, gener
     return {name: values.split(size) for name, values in samples.items()}
 
 
-def evaluate_run(run: Run) -> bool:
-    """Drive an episode per track without noise, and draw the best lap of the best driver. -> whether that is this one"""
-    args, folder, logger = run.args, run.folder, run.logger
-    episodes = None
-    while episodes is None:
+def evaluate_patiently(run: Run, agent: Agent):
+    """`evaluate`, and once more if a bridge fails in it, as often as --bridge-retries allows."""
+    while True:
         try:
-            episodes, actions = evaluate(run.agent, run.eval_envs, args.track_id)
+            return evaluate(agent, run.eval_envs, run.args.track_id)
         except BridgeError as error:
             run.reconnect(run.eval_envs, error)
+
+
+def evaluate_run(run: Run) -> bool:
+    """Drive an episode per track without noise, and draw the best lap of the best driver. -> whether that is this one"""
+    folder, logger = run.folder, run.logger
+    episodes, actions = evaluate_patiently(run, run.agent)
     since_start = run.seconds_before + time.perf_counter() - PROCESS_START_S
     for name, value in eval_metrics(episodes).items():
         logger.record(name, value)
@@ -1723,7 +1762,7 @@ def evaluate_run(run: Run) -> bool:
     if run.finished:
         if run.best_laps is None and (folder / "best.pt").exists():  # the best driver is of an earlier session
             best = restore_agent(load_checkpoint(folder / "best.pt"), folder)
-            run.best_laps = evaluate(best, run.eval_envs, args.track_id)
+            run.best_laps = evaluate_patiently(run, best)
         show_lap(run, with_replay=True)
     return is_best
 
@@ -1752,10 +1791,12 @@ def save_picture(path: Path, picture: np.ndarray) -> None:
 
 def command() -> str:
     """How this program was started, for telling people how to go on."""
-    program, processes = shlex.quote(os.path.relpath(__file__)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return (
-        f"torchrun --nproc_per_node={processes} {program}" if "LOCAL_WORLD_SIZE" in os.environ else f"python {program}"
-    )
+    program, here = shlex.quote(os.path.relpath(__file__)), os.environ.get("LOCAL_WORLD_SIZE")
+    if here is None:
+        return f"python {program}"
+    machines = int(os.environ["WORLD_SIZE"]) // int(here)
+    more = f"--nnodes={machines} " if machines > 1 else ""
+    return f"torchrun {more}--nproc_per_node={here} {program}"
 
 
 def report(run: Run, stopped: int | None) -> dict:
@@ -1847,8 +1888,6 @@ def evaluate_checkpoint(args: Args) -> list[dict]:
 
 def export_driver(args: Args) -> Path:
     """`--export`: the driver of a checkpoint as the browser game loads it, model.onnx and vecnorm_stats.json."""
-    if args.checkpoint is None:
-        raise ValueError("--export needs to know what: give --checkpoint with a run folder or a .pt file")
     try:
         import onnx
     except ImportError as error:
@@ -1897,7 +1936,8 @@ def main() -> int:
 
     def complain(error, more: str = "") -> None:
         if first or not getattr(error, "shared", False):  # what all processes know, one says
-            print(f"\n{program}: {error}{more}", file=sys.stderr, flush=True)
+            who = program if first else f"{program}, process {os.environ['RANK']}"
+            print(f"\n{who}: {error}{more}", file=sys.stderr, flush=True)
 
     try:
         if "bridge_url" in args.given and not args.bridge_url:
@@ -1921,7 +1961,6 @@ def main() -> int:
         complain(error, f". The run ends{where}")
         return EXIT_TEAM
     except FloatingPointError as error:
-        error.shared = True  # the weights are the same everywhere
         folder = getattr(error, "folder", "the run folder")
         complain(error, f". Learning has blown up, and nothing of that was saved: the last checkpoint in {folder} is from before. "
                  "Start again with a smaller --learning-rate")  # fmt: skip

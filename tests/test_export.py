@@ -90,8 +90,11 @@ def test_the_exported_pair_drives_the_same_laps(tmp_path, name):
 @both
 def test_what_export_lacks_is_said(tmp_path, name, monkeypatch):
     module = MODULES[name]
-    with pytest.raises(ValueError, match="give --checkpoint with a run folder"):
-        module.export_driver(module.Args(export=tmp_path))
+    for alone in ({"export": tmp_path}, {"checkpoint": tmp_path}):
+        with pytest.raises(ValueError, match="--export DIR and --checkpoint PATH go together"):
+            module.Args(**alone)
+    with pytest.raises(ValueError, match="--evaluate and --export do not train; give one of them"):
+        module.Args(export=tmp_path, checkpoint=tmp_path, evaluate=tmp_path)
     real = builtins.__import__
 
     def without_onnx(name, *rest, **named):

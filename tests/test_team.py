@@ -320,5 +320,44 @@ def test_what_processes_cannot_share_is_said(monkeypatch):
             module.Args(num_envs=16)
         with pytest.raises(ValueError, match="each needs a car at least in 3 processes"):
             module.Args(num_envs=3, track_id=("track-01", "track-02"))
-        with pytest.raises(ValueError, match="--evaluate needs one process only"):
+        with pytest.raises(ValueError, match="need one process only"):
             module.Args(evaluate=Path("runs"))
+        for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        with pytest.raises(
+            ValueError, match=r"WORLD_SIZE is 3, .* RANK, MASTER_ADDR, MASTER_PORT is not set; start them with torchrun"
+        ):
+            module.train(module.Args())
+    with pytest.raises(ValueError, match="--minibatch-size is 5, of which 3 processes have less than 2 samples"):
+        ppo_racer.Args(minibatch_size=5)
+
+
+def test_a_restart_finds_its_own_run_and_the_newest(tmp_path, monkeypatch):
+    """What torchrun's second attempt goes on with: never what another launch left, nor what --resume was not told to take."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    module, small = ppo_racer, {"num_envs": 4, "rollout_steps": 16, "minibatch_size": 32, "total_timesteps": 128}
+    small |= {"run_dir": tmp_path, "tensorboard": False, "eval_every": 64, "checkpoint_every": 64}
+    assert module.find_run(module.Args(**small)) == (None, None)
+    folders = []
+    for i, name in enumerate(("other", "older", "newer")):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another" if name == "other" else "job")
+        folders.append(module.make_run_folder(module.Args(**small, run_name=name)))
+        os.utime(folders[-1] / "args.json", (1e9 + i, 1e9 + i))
+    assert module.find_run(module.Args(**small)) == (folders[2], None), "begun, but nothing saved yet"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    module.train(module.Args(**small, run_name="newer"))
+    run = module.load_checkpoint(folders[2])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    folder, checkpoint = module.find_run(module.Args(**small))
+    assert folder == folders[2] and checkpoint["counters"] == run["counters"]
+    best = folders[2] / "best.pt"
+    assert module.find_run(module.Args(resume=best))[1]["counters"] == run["counters"], "this launch has saved since"
+    torch.save({**run, "launch": "before"}, folders[2] / "checkpoint.pt")
+    expected = module.load_checkpoint(best)["counters"]
+    assert module.find_run(module.Args(resume=best))[1]["counters"] == expected, (
+        "it has not: begin where it was told to"
+    )
+    (folders[2] / "checkpoint.pt").write_bytes(b"rubbish")
+    with pytest.raises(ValueError, match="is no checkpoint, or a damaged one"):
+        module.find_run(module.Args(**small))
