@@ -288,3 +288,54 @@ def test_an_environment_can_be_made_again_after_a_failure(bridge):
             for _ in range(4):
                 env.step(GO)
         env.close()
+
+
+# -- after a fault -----------------------------------------------------------------------------------------------------
+
+
+def test_reconnecting_begins_anew_with_the_same_rewards_and_tells_what_was_cut(bridge, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text((racer_env.DEFAULT_CONFIG_PATH).read_text())
+    server = bridge("--fault", "cut", "--after", "5")
+    envs = RacerVectorEnv(2, config_path=config, bridge_url=server.url)
+    first, _ = envs.reset(seed=1)
+    assert not envs.under_way
+    for _ in range(5):
+        envs.step(np.tile(GO, (2, 1)))
+    assert envs.under_way
+    with pytest.raises(BridgeError):
+        envs.step(np.tile(GO, (2, 1)))
+    config.write_text("somebody is editing this")
+    observations, infos = envs.reconnect()
+    np.testing.assert_array_equal(observations, first)
+    assert infos["episode"]["l"].tolist() == [5, 5] and infos["episode"]["cut"].all() and infos["_episode"].all()
+    assert (infos["episode"]["r"] != 0).all() and not envs.under_way
+    for _ in range(5):
+        envs.step(np.tile(GO, (2, 1)))
+    server.kill()
+    with pytest.raises(BridgeError):
+        envs.step(np.tile(GO, (2, 1)))
+    with pytest.raises(BridgeError, match="no game bridge at"):
+        envs.reconnect()
+    envs.close()
+
+
+def test_a_step_whose_reset_fails_has_not_happened(good_bridge, tmp_path, monkeypatch):
+    """The episode ends, and the bridge dies before the next one begins: the step is not counted."""
+    short = tmp_path / "short.json"
+    short.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text().replace("3000", "5"))
+    envs = RacerVectorEnv(1, config_path=short, bridge_url=good_bridge.url)
+    envs.reset()
+    for _ in range(4):
+        envs.step(GO[None])
+
+    def gone(cars, seeds=None):
+        raise BridgeError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(envs._cars, "reset", gone)
+        with pytest.raises(BridgeError, match="gone"):
+            envs.step(GO[None])
+    _, infos = envs.reconnect()
+    assert infos["episode"]["l"].tolist() == [4]
+    envs.close()

@@ -299,6 +299,36 @@ def test_stats_state_continues(tmp_path):
     assert second.total_laps == whole.total_laps
 
 
+def test_news_of_another_process_counts_as_ones_own(tmp_path):
+    """Four cars in one process, or two each in two: the same is logged."""
+
+    def feed(stats, cars):
+        stats.step(make_infos([1] * len(cars), [29] * len(cars), [400 + c for c in cars]))
+        stats.step(make_infos([2] * len(cars), [0] * len(cars), [480 + 2 * c for c in cars], progress=0.5))
+        final = {
+            key: np.array([value] * len(cars)) for key, value in (("lap", 2), ("checkpoint", 3), ("stepCount", 500))
+        }
+        stats.step(
+            make_infos(
+                [1] * len(cars),
+                [0] * len(cars),
+                [0] * len(cars),
+                [True] * len(cars),
+                final,
+                returns=list(map(float, cars)),
+            )
+        )
+
+    whole, first, second = RaceStats(4, 3000), RaceStats(2, 3000), RaceStats(2, 3000)
+    feed(whole, [0, 1, 2, 3]), feed(first, [0, 1]), feed(second, [2, 3])
+    expected = logged(whole, tmp_path / "a")
+    logger = MetricsLogger(tmp_path / "b", tensorboard=False)
+    first.log(logger, [second.news()])
+    assert logger.dump(0) == pytest.approx(expected)
+    assert (first.total_laps, first.best_lap_sec) == (whole.total_laps, whole.best_lap_sec) == (4, 8.0)
+    assert second.news()["steps"] == 0 and not second.news()["episodes"], "told once"
+
+
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
