@@ -165,7 +165,7 @@ def test_a_folder_that_goes_away_in_mid_run_stops_nothing(start, tmp_path, name)
 def test_a_bridge_fault_in_mid_run_saves_and_exits_with_3(start, tmp_path, name, fault):
     script = tmp_path / "impatient.py"
     script.write_text(
-        f"import sys, racer_env, {name}_racer as t\nracer_env.REPLY_TIMEOUT_S = 1.0\nsys.exit(t.main())\n"
+        f"import sys, racer_env, {name}_racer as t\nracer_env.REPLY_TIMEOUT_S = 3.0\nsys.exit(t.main())\n"
     )
     server = Server("--fault", fault, "--after", "120")
     try:
