@@ -305,7 +305,7 @@ class Team:
     same weights. What one of them needs from the others it asks for here; the first one evaluates, logs and writes.
     """
 
-    def __init__(self):
+    def __init__(self, bridge_retries: int = 0):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if self.size > 1:
             lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -319,7 +319,8 @@ class Team:
                 place = {"store": self._meeting_place(timeout), "rank": self.rank, "world_size": self.size}
                 dist.init_process_group("gloo", timeout=timeout, **place)
                 # For waits while one evaluates, writes a large file or looks for a bridge.
-                self.patient = dist.new_group(timeout=timedelta(hours=1))
+                self.patient = dist.new_group(timeout=timedelta(minutes=10 + 2 * bridge_retries))
+        self.bridge_retries = bridge_retries
 
     def _meeting_place(self, timeout: timedelta) -> dist.Store:
         """Where the processes find each other: the launcher's store. After a restart it may still hold the addresses of
@@ -394,7 +395,7 @@ class Team:
             yield
         except BridgeError as error:
             mine = error
-        for error in self.gather(mine, patiently=True):
+        for error in self.gather(mine, patiently=self.bridge_retries > 0):
             if error is not None:
                 error.shared = True
                 raise error
@@ -1475,7 +1476,7 @@ def start_run(args: Args, team: Team) -> Run:
 
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    team = Team()
+    team = Team(args.bridge_retries)
     run = start_run(args, team)
     args, stopped = run.args, None
     try:

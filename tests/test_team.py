@@ -265,6 +265,23 @@ def test_a_process_that_dies_ends_the_run_and_says_how_to_go_on(launch, tmp_path
 
 @pytest.mark.slow
 @linux
+@pytest.mark.timeout(180)
+def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
+    """Nothing closes its connections, as when a machine loses its power."""
+    process = launch("ppo", run_name="a", total_timesteps=10**8)
+    wait_for((tmp_path / "a" / "checkpoint.pt").exists, process)
+    os.kill(worker_pids(process.pid)[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    for line in process.stdout:
+        if "another one of this run has died or does not answer" in line:
+            break
+    else:
+        raise AssertionError("nothing was said")
+    assert time.monotonic() - stopped < 60
+
+
+@pytest.mark.slow
+@linux
 @both
 def test_torchrun_restarts_a_run_from_its_last_checkpoint_by_itself(launch, tmp_path, name):
     process = launch(name, restarts=2, total_timesteps=32_768, eval_every=10**9)
