@@ -74,8 +74,9 @@ def launch(tmp_path):
 
     yield start
     for process in started:
-        with contextlib.suppress(OSError, AttributeError):
-            os.killpg(process.pid, signal.SIGKILL)  # its workers too
+        with contextlib.suppress(OSError, AttributeError):  # its workers too, where they can be found
+            for pid in worker_pids(process.pid):
+                os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait()
         process.stdout.close()
