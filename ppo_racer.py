@@ -142,7 +142,7 @@ class Args:
     bridge_url: Annotated[tuple[str, ...], tyro.conf.arg(metavar="URL ...", help_behavior_hint="")] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
     bridge_retries: int = 0
-    """when the bridge fails, connect again, up to so many times in a row (default: stop, with a checkpoint)"""
+    """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
     num_envs: MaybeInt = None
     """cars driven at once (default 512; 8 on a bridge, where every car is a connection)"""
 
