@@ -220,6 +220,7 @@ def bench_learning(args: Args) -> list[dict]:
         learner = {"ppo": ppo_learner, "sac": sac_learner}[name]()
         rows.append(measure_learning(args, f"{name}_racer.py", *learner))
         if args.compare:
+            use_all_cores()
             learner = {"ppo": sb3_ppo_learner, "sac": sb3_sac_learner}[name]()
             rows.append(measure_learning(args, f"Stable-Baselines3 {name.upper()}", *learner))
     return rows
@@ -297,6 +298,7 @@ def bench_training(args: Args) -> list[dict]:
         print_training(row)
         rows.append(row)
         if args.compare:
+            use_all_cores()
             rows.append(sb3_training(name, args))
             print_training(rows[-1])
     return rows
@@ -349,6 +351,13 @@ def print_training(row: dict) -> None:
 
 
 # -- Stable-Baselines3, for comparison -------------------------------------------------------------------------------------
+
+
+def use_all_cores() -> None:
+    """As torch does by itself; our own learners have set it to what they use."""
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
 
 
 def sb3_cars(num_envs: int):

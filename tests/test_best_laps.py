@@ -81,7 +81,7 @@ def test_one_driver_laps_from_anywhere_on_every_track_and_on_two_it_has_never_se
     assert json.loads(out.read_text()) == results[3:]
     assert "all tracks: 600 episodes, " in capsys.readouterr().out
     for result in ppo_racer.evaluate_checkpoint(ppo_racer.Args(evaluate=folder, episodes=1)):
-        assert result["percent_of_best"] > 95, result
+        assert result["percent_of_best"] > 90, result
 
 
 def test_held_out_tracks_are_tracks_that_can_be_driven():
