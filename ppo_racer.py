@@ -1,6 +1,6 @@
 """PPO for the top-down racer, whole in this file: from nothing to a driver better than the game's published one.
 
-    python ppo_racer.py --total-timesteps 2000000                    # about 15 s: laps of 6.5 s on track-01
+    python ppo_racer.py --total-timesteps 2000000                    # about 14 s: laps of 6.5 s on track-01
     python ppo_racer.py --track-id track-03 --total-timesteps 4000000
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)

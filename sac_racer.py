@@ -1,6 +1,6 @@
 """SAC for the top-down racer, whole in this file: the driver that needs the fewest steps, for games that are slow.
 
-    python sac_racer.py                                              # about 70 s: laps of 6.5 s on track-01
+    python sac_racer.py                                              # about 65 s: laps of 6.5 s on track-01
     python sac_racer.py --num-envs 8                                 # as on a bridge: 6.6 s after 120,000 steps
     python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python sac_racer.py --resume runs/NAME                           # go on, bit for bit, after any interruption
