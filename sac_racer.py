@@ -1531,6 +1531,7 @@ class Run:
             "generator": self.generator.get_state(),
         }
         mine["envs"] = None if self.args.bridge_url else self.envs.get_state()
+        mine["faults"] = self.bridge_faults
         everyones = self.team.collect(mine)
         if everyones is None:
             return None
@@ -1548,7 +1549,7 @@ class Run:
                 "iteration": self.iteration,
                 "steps": self.steps,
                 "seconds": self.seconds,
-                "bridge_faults": self.bridge_faults,
+                "bridge_faults": sum(theirs["faults"] for theirs in everyones),
             },
             "best": self.best,
             "published_beaten": self.published_beaten,
