@@ -132,6 +132,7 @@ def test_learning_is_measured_in_updates_of_both_algorithms(tmp_path, capsys, mo
     assert rows["sac_racer.py"]["samples_per_sec"] == pytest.approx(256 * rows["sac_racer.py"]["updates_per_sec"])
 
 
+@pytest.mark.slow
 def test_training_is_measured_from_the_start_of_the_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_racer, "ALGORITHMS", ("ppo",))
     path = tmp_path / "out.json"

@@ -23,8 +23,8 @@ GO = np.array([0.0, 1.0, 0.0])
 
 @pytest.fixture
 def short_timeouts(monkeypatch):
-    monkeypatch.setattr(racer_env, "REPLY_TIMEOUT_S", 2.5)
-    monkeypatch.setattr(racer_env, "CONNECT_TIMEOUT_S", 2.5)
+    monkeypatch.setattr(racer_env, "REPLY_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(racer_env, "CONNECT_TIMEOUT_S", 1.5)
 
 
 def test_the_promised_timeouts():
@@ -164,7 +164,7 @@ def test_a_server_that_is_no_websocket_server(bridge, kind):
 
 
 def test_a_server_that_accepts_and_says_nothing(bridge, short_timeouts):
-    with pytest.raises(BridgeError, match=r"no answer within 2\.5 s"):
+    with pytest.raises(BridgeError, match=r"no answer within 1\.5 s"):
         RacerEnv(bridge_url=bridge("--raw", "silent").url)
 
 
@@ -199,8 +199,8 @@ def run_into_fault(url: str, steps: int, cars: int = 1) -> str:
         ("die", "(connection was lost|game is gone)"),
         ("cut", "(connection was lost|game is gone)"),
         ("close", r"the server closed the connection \(code 1001\)"),
-        ("stall", r"no reply within 2\.5 s"),
-        ("drip", r"no reply within 2\.5 s"),
+        ("stall", r"no reply within 1\.5 s"),
+        ("drip", r"no reply within 1\.5 s"),
     ],
 )
 def test_a_server_that_fails_in_mid_step(bridge, short_timeouts, fault, message):

@@ -80,7 +80,7 @@ class Lab:
             assert set(buffers[0]) == set(buffers[1]) and len(buffers[0]["obs"]) == 62
             for name in buffers[0]:
                 np.testing.assert_array_equal(buffers[0][name], buffers[1][name])
-        for volatile in ("args", "published_beaten", "buffer"):
+        for volatile in ("args", "published_beaten", "buffer", "launch"):
             x.pop(volatile, None), y.pop(volatile, None)
         assert_same(x, y)
         assert_same(self.load(a / "best.pt")["agent"], self.load(b / "best.pt")["agent"])
@@ -172,6 +172,7 @@ def test_resume_refuses_to_change_what_cannot_change(lab, tmp_path, straight):
             lab.train(lab.Args(resume=tmp_path / "run", **change))
 
 
+@pytest.mark.slow
 @mostly_shared
 def test_a_flag_given_on_the_command_line_counts_even_at_its_default_value(lab, tmp_path):
     lab.train(lab.settings(tmp_path, run_name="run", gamma=0.9, checkpoint_every=2048))

@@ -465,6 +465,7 @@ def test_without_its_buffer_a_run_goes_on_and_says_what_that_means(tmp_path, cap
     assert "the driver fills a new one with 512 steps first" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_checkpoint_and_buffer_are_replaced_as_a_pair(tmp_path, monkeypatch, capsys):
     folder = Path(train(small(tmp_path, run_name="run"))["run_folder"])
     (first,) = folder.glob("buffer-*.npz")
