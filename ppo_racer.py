@@ -96,7 +96,7 @@ PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the 
 EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_BRIDGE, EXIT_TEAM = 130, 143, 3, 4
 LONGEST_PAUSE_S = 30.0  # before connecting to a bridge again
 RANK_SEED_STRIDE = 1_000_003  # between the random numbers of the processes of a run
-ANSWER_S = 50.0  # a process of the run that has not answered for so long is given up
+ANSWER_S = 45.0  # a process of the run that has not answered for so long is given up
 # Types of flags that may be left out; what happens then, their help says itself.
 MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
 MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
