@@ -43,6 +43,7 @@ import gymnasium
 import numpy as np
 import tyro
 
+from callbacks_lite import evaluate
 from racer_env import BridgeError, RacerVectorEnv
 from racer_sim import RacerSim
 
@@ -455,7 +456,7 @@ def sb3_training(name: str, args: Args) -> dict:
             seconds = time.perf_counter() - begun - reached["judging"]
             if self.num_timesteps % every < self.training_env.num_envs:
                 judging = time.perf_counter()
-                (episode,), _ = ppo_racer.evaluate(Driver(), judge, ["track-01"])
+                (episode,), _ = evaluate(Driver(), judge, ["track-01"])
                 reached["judging"] += time.perf_counter() - judging
                 if min(episode.flying_laps, default=mark) < mark:
                     reached["lap"], reached["best"] = seconds, min(episode.flying_laps) / 60

@@ -7,8 +7,9 @@
 
     1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
     2  RaceStats        laps, episodes and reward parts out of a vector environment's infos
-    3  pictures         a lap on its track as a racing line, and as an animated replay
-    4  the terminal     where the time goes, the line that shows how far a run is
+    3  lap evaluation   what a driver does without noise: laps, lap times, their share of the best lap known
+    4  pictures         a lap on its track as a racing line, and as an animated replay
+    5  the terminal     where the time goes, the line that shows how far a run is
 
 Nothing here can stop a training run: a TensorBoard or a file that cannot be written costs one warning.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import io
 import math
 import os
@@ -186,11 +188,6 @@ def _but_for_tensorboard(hook):
     return lambda args: None if type(args.thread).__module__.startswith("tensorboard.") else hook(args)
 
 
-def best_lap_ticks(track: str, config: dict) -> int | None:
-    """The best flying lap known on a track of the game, of the kind that these rewards ask for."""
-    return BEST_LAP_TICKS["road" if config["weights"]["offTrackPenalty"] < 0 else "any"].get(track)
-
-
 def read_csv(path: Path) -> list[dict[str, str]]:
     """Whole rows of a metrics file, none if there is no file. A last line cut short by a crash is left out."""
     if not path.exists():
@@ -280,7 +277,7 @@ class RaceStats:
     def interrupt(self, infos: dict) -> None:
         """All cars begin anew, infos from `reconnect()`: what they were doing counts as cut short."""
         self._end_episodes(np.flatnonzero(infos["_episode"]), infos)
-        self.lap_began[:] = 0 if self.starts_on_line else -1
+        self.forget_episodes()
         self.begin(infos)
 
     def _end_episodes(self, cars, infos) -> None:
@@ -354,7 +351,134 @@ class RaceStats:
 
 
 # ======================================================================================================================
-# 3  Pictures
+# 3  Lap evaluation
+# ======================================================================================================================
+
+
+@dataclasses.dataclass
+class Episode:
+    """One evaluation episode of one car."""
+
+    track: str
+    reward: float = 0.0
+    length: int = 0
+    terminated: bool = False
+    lap_ticks: list[int] = dataclasses.field(default_factory=list)
+    lap_ends: list[int] = dataclasses.field(default_factory=list)  # step counts
+    from_line: bool = True
+    best_known: int | None = None  # the best flying lap there is, in ticks
+
+    @property
+    def first_lap(self) -> int | None:
+        """The lap from the standing start, in ticks."""
+        return self.lap_ticks[0] if self.from_line and self.lap_ticks else None
+
+    @property
+    def flying_laps(self) -> list[int]:
+        return self.lap_ticks[1:] if self.from_line else self.lap_ticks
+
+
+def evaluate(agent, envs, tracks, seed: int | None = None) -> tuple[list[Episode], np.ndarray]:
+    """One episode of every car, without noise. -> episodes, and the actions given (ticks, N, 3)"""
+    obs, infos = envs.reset(seed=seed)
+    on_line = envs.starts_on_line
+    episodes = [
+        Episode(track, from_line=on_line, best_known=best_lap_ticks(track, envs.config))
+        for track in (tracks[i % len(tracks)] for i in range(envs.num_envs))
+    ]
+    running, began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
+    lap, checkpoint, actions, drive = infos["lap"], infos["checkpoint"], [], agent.driver()
+    while running.any():
+        actions.append(drive(obs))
+        obs, rewards, terminated, truncated, infos = envs.step(actions[-1])
+        done = terminated | truncated
+        now = infos
+        if done.any():
+            now = {k: np.where(done, infos["final_info"][k], infos[k]) for k in ("lap", "checkpoint", "stepCount")}
+        for i in np.flatnonzero(running & (now["checkpoint"] == 0) & (checkpoint != 0)):
+            if now["lap"][i] > lap[i] and began[i] >= 0:
+                episodes[i].lap_ticks.append(int(now["stepCount"][i] - began[i]))
+                episodes[i].lap_ends.append(int(now["stepCount"][i]))
+            began[i] = now["stepCount"][i]
+        for i in np.flatnonzero(running):
+            episodes[i].reward += float(rewards[i])
+            episodes[i].length += 1
+            episodes[i].terminated = bool(terminated[i])
+        lap, checkpoint = infos["lap"], infos["checkpoint"]
+        running &= ~done
+    return episodes, np.array(actions)
+
+
+def score(episodes: list[Episode]) -> float:
+    """What `best.pt` is the best of: the mean reward. Slow laps, grass, walls and standing still all cost some."""
+    return float(np.mean([episode.reward for episode in episodes]))
+
+
+def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
+    laps = [ticks / TICKS_PER_SECOND for episode in episodes for ticks in episode.lap_ticks]
+    metrics = {
+        "eval/mean_reward": score(episodes),
+        "eval/mean_ep_length": float(np.mean([episode.length for episode in episodes])),
+        "eval/completion_rate": float(np.mean([bool(episode.lap_ticks) for episode in episodes])),
+    }
+    if laps:
+        metrics |= {"eval/mean_lap_time_sec": float(np.mean(laps)), "eval/best_lap_time_sec": min(laps)}
+    shares = [percent_of_best([episode]) for episode in episodes]
+    if any(shares):
+        metrics["eval/percent_of_best_lap"] = float(np.mean([share for share in shares if share is not None]))
+    return metrics
+
+
+def percent_of_best(episodes: list[Episode]) -> float | None:
+    """How fast the flying laps of some episodes on a track are (their median), measured by the best there is."""
+    flying = [ticks for episode in episodes for ticks in episode.flying_laps]
+    best = episodes[0].best_known
+    return 100 * best / float(np.median(flying)) if flying and best else None
+
+
+def summarize(episodes: list[Episode]) -> dict:
+    """The laps of several episodes on one track, in seconds."""
+    first = [e.first_lap / TICKS_PER_SECOND for e in episodes if e.first_lap is not None]
+    flying = [ticks / TICKS_PER_SECOND for e in episodes for ticks in e.flying_laps]
+    return {
+        "track": episodes[0].track,
+        "episodes": len(episodes),
+        "laps": sum(len(e.lap_ticks) for e in episodes),
+        "completion_rate": float(np.mean([bool(e.lap_ticks) for e in episodes])),
+        "failures": sum(e.terminated or not e.lap_ticks for e in episodes),
+        "mean_reward": score(episodes),
+        "mean_length": float(np.mean([e.length for e in episodes])),
+        "first_lap_sec": float(np.mean(first)) if first else None,
+        "flying_lap_sec": float(np.median(flying)) if flying else None,
+        "best_lap_sec": min(first + flying) if first or flying else None,
+        "flying_spread_sec": max(flying) - min(flying) if flying else None,
+        "percent_of_best": percent_of_best(episodes),
+    }
+
+
+def lap_time(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{seconds:.3f} s"
+
+
+def describe(result: dict) -> str:
+    """A summary as a line of text."""
+    if not result["laps"]:
+        return f"{result['track']}: no lap, reward {result['mean_reward']:.3f}"
+    share = f", {result['percent_of_best']:.1f} % of the best known" if result["percent_of_best"] else ""
+    return (
+        f"{result['track']}: flying lap {lap_time(result['flying_lap_sec'])} (best {lap_time(result['best_lap_sec'])}{share}), "
+        f"first lap {lap_time(result['first_lap_sec'])}, {result['laps'] / result['episodes']:g} laps an episode, "
+        f"reward {result['mean_reward']:.3f}"
+    )
+
+
+def best_lap_ticks(track: str, config: dict) -> int | None:
+    """The best flying lap known on a track of the game, of the kind that these rewards ask for."""
+    return BEST_LAP_TICKS["road" if config["weights"]["offTrackPenalty"] < 0 else "any"].get(track)
+
+
+# ======================================================================================================================
+# 4  Pictures
 # ======================================================================================================================
 
 # The colours of speed, from slow to fast.
@@ -453,7 +577,7 @@ def lap_replay(painter, positions, headings, speeds) -> bytes:
 
 
 # ======================================================================================================================
-# 4  The terminal
+# 5  The terminal
 # ======================================================================================================================
 
 

@@ -14,7 +14,7 @@ expect of the driver (`soft_target`). The actor learns to choose what the critic
 as it can afford; `alpha` is the price of randomness, and learns too (`alpha_loss`). Taking the lower of two critics keeps the
 actor from believing in their errors, and targets that follow slowly keep the critics from chasing themselves.
 
-Read on in this order: Args, Agent, ReplayBuffer, drive_and_learn, update, evaluate, checkpoint, train.
+Read on in this order: Args, Agent, ReplayBuffer, drive_and_learn, update, checkpoint, train.
 Shapes: T ticks in the buffer, N cars, B samples of a minibatch.
 """
 
@@ -56,13 +56,20 @@ from torch import nn  # noqa: E402
 from callbacks_lite import (  # noqa: E402
     TICKS_PER_SECOND,
     Clock,
+    Episode,
     MetricsLogger,
     Progress,
     RaceStats,
     best_lap_ticks,
+    describe,
+    eval_metrics,
+    evaluate,
     lap_replay,
+    lap_time,
     racing_line,
     say,
+    score,
+    summarize,
 )
 from racer_env import (  # noqa: E402
     ACTION_HIGH,
@@ -976,125 +983,8 @@ def check_finite(agent: Agent, metrics: dict, update: int) -> None:
 
 
 # ======================================================================================================================
-# Evaluation
+# Pictures
 # ======================================================================================================================
-
-
-@dataclasses.dataclass
-class Episode:
-    """One evaluation episode of one car."""
-
-    track: str
-    reward: float = 0.0
-    length: int = 0
-    terminated: bool = False
-    lap_ticks: list[int] = dataclasses.field(default_factory=list)
-    lap_ends: list[int] = dataclasses.field(default_factory=list)  # step counts
-    from_line: bool = True
-    best_known: int | None = None  # the best flying lap there is, in ticks
-
-    @property
-    def first_lap(self) -> int | None:
-        """The lap from the standing start, in ticks."""
-        return self.lap_ticks[0] if self.from_line and self.lap_ticks else None
-
-    @property
-    def flying_laps(self) -> list[int]:
-        return self.lap_ticks[1:] if self.from_line else self.lap_ticks
-
-
-def evaluate(agent: Agent, envs: RacerVectorEnv, tracks, seed: int | None = None) -> tuple[list[Episode], np.ndarray]:
-    """One episode of every car, without noise. -> episodes, and the actions given (ticks, N, 3)"""
-    obs, infos = envs.reset(seed=seed)
-    on_line = envs.starts_on_line
-    episodes = [
-        Episode(track, from_line=on_line, best_known=best_lap_ticks(track, envs.config))
-        for track in (tracks[i % len(tracks)] for i in range(envs.num_envs))
-    ]
-    running, began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
-    lap, checkpoint, actions, drive = infos["lap"], infos["checkpoint"], [], agent.driver()
-    while running.any():
-        actions.append(drive(obs))
-        obs, rewards, terminated, truncated, infos = envs.step(actions[-1])
-        done = terminated | truncated
-        now = infos
-        if done.any():
-            now = {k: np.where(done, infos["final_info"][k], infos[k]) for k in ("lap", "checkpoint", "stepCount")}
-        for i in np.flatnonzero(running & (now["checkpoint"] == 0) & (checkpoint != 0)):
-            if now["lap"][i] > lap[i] and began[i] >= 0:
-                episodes[i].lap_ticks.append(int(now["stepCount"][i] - began[i]))
-                episodes[i].lap_ends.append(int(now["stepCount"][i]))
-            began[i] = now["stepCount"][i]
-        for i in np.flatnonzero(running):
-            episodes[i].reward += float(rewards[i])
-            episodes[i].length += 1
-            episodes[i].terminated = bool(terminated[i])
-        lap, checkpoint = infos["lap"], infos["checkpoint"]
-        running &= ~done
-    return episodes, np.array(actions)
-
-
-def score(episodes: list[Episode]) -> float:
-    """What `best.pt` is the best of: the mean reward. Slow laps, grass, walls and standing still all cost some."""
-    return float(np.mean([episode.reward for episode in episodes]))
-
-
-def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
-    laps = [ticks / TICKS_PER_SECOND for episode in episodes for ticks in episode.lap_ticks]
-    metrics = {
-        "eval/mean_reward": score(episodes),
-        "eval/mean_ep_length": float(np.mean([episode.length for episode in episodes])),
-        "eval/completion_rate": float(np.mean([bool(episode.lap_ticks) for episode in episodes])),
-    }
-    if laps:
-        metrics |= {"eval/mean_lap_time_sec": float(np.mean(laps)), "eval/best_lap_time_sec": min(laps)}
-    shares = [percent_of_best([episode]) for episode in episodes]
-    if any(shares):
-        metrics["eval/percent_of_best_lap"] = float(np.mean([share for share in shares if share is not None]))
-    return metrics
-
-
-def percent_of_best(episodes: list[Episode]) -> float | None:
-    """How fast the flying laps of some episodes on a track are (their median), measured by the best there is."""
-    flying = [ticks for episode in episodes for ticks in episode.flying_laps]
-    best = episodes[0].best_known
-    return 100 * best / float(np.median(flying)) if flying and best else None
-
-
-def summarize(episodes: list[Episode]) -> dict:
-    """The laps of several episodes on one track, in seconds."""
-    first = [e.first_lap / TICKS_PER_SECOND for e in episodes if e.first_lap is not None]
-    flying = [ticks / TICKS_PER_SECOND for e in episodes for ticks in e.flying_laps]
-    return {
-        "track": episodes[0].track,
-        "episodes": len(episodes),
-        "laps": sum(len(e.lap_ticks) for e in episodes),
-        "completion_rate": float(np.mean([bool(e.lap_ticks) for e in episodes])),
-        "failures": sum(e.terminated or not e.lap_ticks for e in episodes),
-        "mean_reward": score(episodes),
-        "mean_length": float(np.mean([e.length for e in episodes])),
-        "first_lap_sec": float(np.mean(first)) if first else None,
-        "flying_lap_sec": float(np.median(flying)) if flying else None,
-        "best_lap_sec": min(first + flying) if first or flying else None,
-        "flying_spread_sec": max(flying) - min(flying) if flying else None,
-        "percent_of_best": percent_of_best(episodes),
-    }
-
-
-def lap_time(seconds: float | None) -> str:
-    return "none" if seconds is None else f"{seconds:.3f} s"
-
-
-def describe(result: dict) -> str:
-    """A summary as a line of text."""
-    if not result["laps"]:
-        return f"{result['track']}: no lap, reward {result['mean_reward']:.3f}"
-    share = f", {result['percent_of_best']:.1f} % of the best known" if result["percent_of_best"] else ""
-    return (
-        f"{result['track']}: flying lap {lap_time(result['flying_lap_sec'])} (best {lap_time(result['best_lap_sec'])}{share}), "
-        f"first lap {lap_time(result['first_lap_sec'])}, {result['laps'] / result['episodes']:g} laps an episode, "
-        f"reward {result['mean_reward']:.3f}"
-    )
 
 
 def draw_best_lap(episodes: list[Episode], actions: np.ndarray, config: dict, with_replay: bool):

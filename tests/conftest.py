@@ -12,6 +12,13 @@ import numpy as np
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+# Flags of small runs of each trainer, for tests that start it as a process: iterations of 512 steps with 16 cars.
+OWN = {
+    "ppo": {"rollout-steps": 32, "minibatch-size": 128},
+    "sac": {"log-every": 512, "learning-starts": 512, "batch-size": 64, "updates": 2, "buffer-size": 1000},
+}
+both = pytest.mark.parametrize("name", ["ppo", "sac"])
+one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
 
 
 class Server:

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import both
 
 import ppo_racer
 import sac_racer
 from racer_env import ACTION_HIGH, ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, RacerVectorEnv
 
 MODULES = {"ppo": ppo_racer, "sac": sac_racer}
-both = pytest.mark.parametrize("name", ["ppo", "sac"])
 
 
 @pytest.fixture

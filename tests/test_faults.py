@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Server
+from conftest import OWN, Server, both, one_in_short
 from fuzz_server import expected, replies
 
 import ppo_racer
@@ -28,17 +28,11 @@ from racer_env import BridgeError, RacerVectorEnv
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {"ppo": ppo_racer, "sac": sac_racer}
 SMALL = {"num-envs": 16, "eval-every": 4096, "checkpoint-every": 1024, "start": "anywhere", "run-name": "run"}
-OWN = {
-    "ppo": {"rollout-steps": 32, "minibatch-size": 128},
-    "sac": {"log-every": 512, "learning-starts": 512, "batch-size": 64, "updates": 2, "buffer-size": 1000},
-}
 BRIDGE = {"num-envs": 2, "eval-every": 10**9, "checkpoint-every": 200, "run-name": "run"}
 OWN_BRIDGE = {
     "ppo": {"rollout-steps": 50, "minibatch-size": 50},
     "sac": {"log-every": 100, "learning-starts": 100, "batch-size": 16, "action-repeat": 2},
 }
-both = pytest.mark.parametrize("name", ["ppo", "sac"])
-one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
 OTHER_FAULTS = [
     pytest.param(f, marks=pytest.mark.slow) for f in ("stall", "close", "drip", "not-json", "nan-ray", "error")
 ]

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Server
+from conftest import OWN, Server, both, one_in_short
 
 import ppo_racer
 import sac_racer
@@ -24,13 +24,7 @@ from racer_env import RacerVectorEnv
 
 ROOT = Path(__file__).resolve().parent.parent
 USUAL = {"total-timesteps": 4096, "num-envs": 16, "eval-every": 2048, "checkpoint-every": 1024, "start": "anywhere"}
-OWN = {
-    "ppo": {"rollout-steps": 32, "minibatch-size": 128},
-    "sac": {"log-every": 512, "learning-starts": 512, "batch-size": 64, "updates": 2, "buffer-size": 1000},
-}
 MODULES = {"ppo": ppo_racer, "sac": sac_racer}
-both = pytest.mark.parametrize("name", ["ppo", "sac"])
-one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
 
 
 @pytest.fixture
