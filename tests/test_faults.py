@@ -173,6 +173,7 @@ def test_a_bridge_fault_in_mid_run_saves_and_exits_with_3(start, tmp_path, name,
     assert MODULES[name].load_checkpoint(tmp_path / "run")["counters"]["steps"] in (200, 240)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["cut", pytest.param("nan-ray", marks=pytest.mark.slow)])
 @one_in_short
 def test_with_retries_a_run_goes_on_through_faults_and_counts_them(start, tmp_path, name, fault):

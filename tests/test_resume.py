@@ -193,6 +193,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(lab, tmp_path, straight
     assert "nothing to do: the run is at 8,192 of 8,192 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @mostly_shared
 def test_a_moved_run_with_files_of_its_own_goes_on_and_changed_rewards_are_noticed(lab, tmp_path, monkeypatch):
     config, track = tmp_path / "cfg.json", tmp_path / "mine.json"
