@@ -357,6 +357,7 @@ class Team:
                 timeout = timedelta(seconds=ANSWER_S)
                 place = {"store": self._meeting_place(timeout), "rank": self.rank, "world_size": self.size}
                 dist.init_process_group("gloo", timeout=timeout, **place)
+                self.prompt = dist.new_group(timeout=timeout)
                 # For waits while one evaluates, writes a large file or looks for a bridge.
                 self.patient = dist.new_group(timeout=timedelta(minutes=10 + 2 * bridge_retries))
         self.bridge_retries = bridge_retries
@@ -390,7 +391,7 @@ class Team:
         if self.size > 1:
             together = torch.cat(vectors)
             with self._someone_missing():
-                dist.all_reduce(together)
+                dist.all_reduce(together, group=self.prompt)
             for vector, mean in zip(vectors, (together / self.size).split([len(v) for v in vectors]), strict=True):
                 vector.copy_(mean)
 
@@ -399,7 +400,7 @@ class Team:
         values = [value] * self.size
         if self.size > 1:
             with self._someone_missing():
-                dist.all_gather_object(values, value, group=self.patient if patiently else None)
+                dist.all_gather_object(values, value, group=self.patient if patiently else self.prompt)
         return values
 
     def collect(self, value) -> list | None:
@@ -440,8 +441,11 @@ class Team:
                 raise error
 
     def close(self) -> None:
+        """Leave the others, and end the groups' threads: one that lets go of a last tensor while Python shuts down would abort
+        the process. (Nothing is sent through the default group: torch keeps it, and its threads, to the very end.)"""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+            self.prompt = self.patient = None
 
 
 # ======================================================================================================================
@@ -1497,7 +1501,6 @@ class Run:
             self.eval_envs.close()
         if hasattr(self, "logger"):
             self.logger.close()
-        self.team.close()
 
 
 def start_run(args: Args, team: Team) -> Run:
@@ -1524,35 +1527,33 @@ def start_run(args: Args, team: Team) -> Run:
 
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    team = Team(args.bridge_retries)
-    run = start_run(args, team)
-    args, stopped = run.args, None
-    try:
-        with run.stop:
-            while not run.finished and stopped is None:
-                metrics, others_news, stopped = run.meet(learn_once(run))
-                if team.first:
-                    with run.clock("logging"):
-                        run.log(metrics, others_news)
-                if run.due(args.eval_every):
-                    with run.clock("evaluation"):
-                        is_best = team.share(evaluate_run, run)
-                    if is_best:
-                        run.save("best.pt")
-                if team.first:
-                    with run.clock("logging"):
-                        run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
-                if run.due(args.checkpoint_every) or stopped is not None:
-                    run.save()
-        return report(run, stopped)
-    except BridgeError as error:
-        error.saved_in = run.folder if run.save() else None  # as after the last update; what was driven since is lost
-        raise
-    except (TeamError, FloatingPointError) as error:
-        error.folder = run.folder
-        raise
-    finally:
-        run.close()
+    with contextlib.closing(Team(args.bridge_retries)) as team, contextlib.closing(start_run(args, team)) as run:
+        args, stopped = run.args, None
+        try:
+            with run.stop:
+                while not run.finished and stopped is None:
+                    metrics, others_news, stopped = run.meet(learn_once(run))
+                    if team.first:
+                        with run.clock("logging"):
+                            run.log(metrics, others_news)
+                    if run.due(args.eval_every):
+                        with run.clock("evaluation"):
+                            is_best = team.share(evaluate_run, run)
+                        if is_best:
+                            run.save("best.pt")
+                    if team.first:
+                        with run.clock("logging"):
+                            run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
+                    if run.due(args.checkpoint_every) or stopped is not None:
+                        run.save()
+            return report(run, stopped)
+        except BridgeError as error:
+            # As after the last update; what was driven since is lost.
+            error.saved_in = run.folder if run.save() else None
+            raise
+        except (TeamError, FloatingPointError) as error:
+            error.folder = run.folder
+            raise
 
 
 def learn_once(run: Run) -> dict[str, float]:

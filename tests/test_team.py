@@ -113,6 +113,43 @@ def test_all_processes_hold_the_same_bits_at_every_update(launch, tmp_path, name
     assert len(sums[0]) >= 8 and sums[0] == sums[1] and len(set(sums[0])) == len(sums[0])
 
 
+# Runs a trainer and writes to groups-RANK how many groups it made and how many outlive it; what is sent in none of them fails.
+GROUPS = """
+import sys, weakref
+import torch.distributed as dist
+import {name}_racer as trainer
+made, make = [], dist.new_group
+def new_group(**settings):
+    group = make(**settings)
+    made.append(weakref.ref(group))
+    return group
+def in_a_group(function):
+    def call(*arguments, group, **settings):
+        assert group is not None
+        return function(*arguments, group=group, **settings)
+    return call
+dist.new_group = new_group
+for function in (dist.all_reduce, dist.all_gather_object, dist.gather_object, dist.broadcast_object_list):
+    setattr(dist, function.__name__, in_a_group(function))
+code = trainer.main()
+with open({folder!r} + "/groups-" + trainer.os.environ["RANK"], "w") as file:
+    print(len(made), sum(group() is not None for group in made), file=file)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
+@one_in_short
+def test_no_group_outlives_a_run(launch, tmp_path, name, fails):
+    """A thread of a group that lets go of its last tensor while Python shuts down aborts the process (seen: 1 exit in 230)."""
+    script = tmp_path / "groups.py"
+    script.write_text(GROUPS.format(name=name, folder=str(tmp_path)))
+    process = launch(name, *(["--resume", str(tmp_path / "nowhere")] if fails else []), script=script, run_name="a")
+    out, _ = process.communicate(timeout=120)
+    assert (process.returncode != 0) == fails, out
+    assert [(tmp_path / f"groups-{rank}").read_text() for rank in "01"] == ["2 0\n"] * 2
+
+
 @pytest.mark.slow
 @both
 def test_a_run_of_several_processes_repeats_bit_for_bit(launch, tmp_path, name):
