@@ -357,7 +357,6 @@ class Team:
                 timeout = timedelta(seconds=ANSWER_S)
                 place = {"store": self._meeting_place(timeout), "rank": self.rank, "world_size": self.size}
                 dist.init_process_group("gloo", timeout=timeout, **place)
-                self.prompt = dist.new_group(timeout=timeout)
                 # For waits while one evaluates, writes a large file or looks for a bridge.
                 self.patient = dist.new_group(timeout=timedelta(minutes=10 + 2 * bridge_retries))
         self.bridge_retries = bridge_retries
@@ -391,7 +390,7 @@ class Team:
         if self.size > 1:
             together = torch.cat(vectors)
             with self._someone_missing():
-                dist.all_reduce(together, group=self.prompt)
+                dist.all_reduce(together)
             for vector, mean in zip(vectors, (together / self.size).split([len(v) for v in vectors]), strict=True):
                 vector.copy_(mean)
 
@@ -400,7 +399,7 @@ class Team:
         values = [value] * self.size
         if self.size > 1:
             with self._someone_missing():
-                dist.all_gather_object(values, value, group=self.patient if patiently else self.prompt)
+                dist.all_gather_object(values, value, group=self.patient if patiently else None)
         return values
 
     def collect(self, value) -> list | None:
@@ -440,12 +439,24 @@ class Team:
                 error.shared = True
                 raise error
 
-    def close(self) -> None:
-        """Leave the others, and end the groups' threads: one that lets go of a last tensor while Python shuts down would abort
-        the process. (Nothing is sent through the default group: torch keeps it, and its threads, to the very end.)"""
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
-            self.prompt = self.patient = None
+    def __enter__(self):
+        return self
+
+    def __exit__(self, _type, error, _traceback) -> None:
+        """Where all know how it ended, wait for the first one to finish its files and its report: torchrun ends every process as
+        soon as one has failed."""
+        if error is None or getattr(error, "shared", False):
+            self.gather(None, patiently=True)
+
+
+def leave(code: int) -> None:
+    """End the process; one of several without Python's own clean-up: a thread of gloo that lets go of its last tensor in the
+    middle of that aborts the process (seen at one end in 230), and no way to end the thread holds for every version of torch."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)
 
 
 # ======================================================================================================================
@@ -1527,7 +1538,7 @@ def start_run(args: Args, team: Team) -> Run:
 
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    with contextlib.closing(Team(args.bridge_retries)) as team, contextlib.closing(start_run(args, team)) as run:
+    with Team(args.bridge_retries) as team, contextlib.closing(start_run(args, team)) as run:
         args, stopped = run.args, None
         try:
             with run.stop:
@@ -1822,10 +1833,8 @@ def normalize_as_the_game(obs: np.ndarray, stats: dict) -> np.ndarray:
 
 
 def main() -> int:
-    args = tyro.cli(Args, description=__doc__)
-    words = {word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in sys.argv[1:]}
-    args.given = {field.name for field in dataclasses.fields(Args)} & words
     program, first = Path(__file__).name, int(os.environ.get("RANK", 0)) == 0
+    words = {word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in sys.argv[1:]}
 
     def complain(error, more: str = "") -> None:
         if first or not getattr(error, "shared", False):  # what all processes know, one says
@@ -1833,6 +1842,8 @@ def main() -> int:
             print(f"\n{who}: {error}{more}", file=sys.stderr, flush=True)
 
     try:
+        args = tyro.cli(Args, description=__doc__)
+        args.given = {field.name for field in dataclasses.fields(Args)} & words
         if "bridge_url" in args.given and not args.bridge_url:
             raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
         if args.export is not None:
@@ -1870,4 +1881,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -100,7 +100,7 @@ def update(agent, optimizers, *rest):
         print(sums, file=file)
     return result
 trainer.update = update
-sys.exit(trainer.main())
+trainer.leave(trainer.main())
 """
 
 
@@ -113,41 +113,26 @@ def test_all_processes_hold_the_same_bits_at_every_update(launch, tmp_path, name
     assert len(sums[0]) >= 8 and sums[0] == sums[1] and len(set(sums[0])) == len(sums[0])
 
 
-# Runs a trainer and writes to groups-RANK how many groups it made and how many outlive it; what is sent in none of them fails.
-GROUPS = """
-import sys, weakref
-import torch.distributed as dist
-import {name}_racer as trainer
-made, make = [], dist.new_group
-def new_group(**settings):
-    group = make(**settings)
-    made.append(weakref.ref(group))
-    return group
-def in_a_group(function):
-    def call(*arguments, group, **settings):
-        assert group is not None
-        return function(*arguments, group=group, **settings)
-    return call
-dist.new_group = new_group
-for function in (dist.all_reduce, dist.all_gather_object, dist.gather_object, dist.broadcast_object_list):
-    setattr(dist, function.__name__, in_a_group(function))
-code = trainer.main()
-with open({folder!r} + "/groups-" + trainer.os.environ["RANK"], "w") as file:
-    print(len(made), sum(group() is not None for group in made), file=file)
-sys.exit(code)
+# Runs a trainer as a command; Python's clean-up leaves a file.
+CLEAN_UP = """
+import atexit, os, pathlib, runpy, sys
+atexit.register(pathlib.Path({folder!r}, "cleaned-up-" + os.environ.get("RANK", "0")).touch)
+sys.path.insert(0, {root!r})
+runpy.run_path({root!r} + "/{name}_racer.py", run_name="__main__")
 """
 
 
 @pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
 @one_in_short
-def test_no_group_outlives_a_run(launch, tmp_path, name, fails):
-    """A thread of a group that lets go of its last tensor while Python shuts down aborts the process (seen: 1 exit in 230)."""
-    script = tmp_path / "groups.py"
-    script.write_text(GROUPS.format(name=name, folder=str(tmp_path)))
+def test_processes_leave_without_clean_up_once_all_is_told(launch, tmp_path, name, fails):
+    """A thread of gloo that lets go of its last tensor while Python cleans up aborts the process (seen: one end in 230)."""
+    script = tmp_path / "clean_up.py"
+    script.write_text(CLEAN_UP.format(name=name, folder=str(tmp_path), root=str(ROOT)))
     process = launch(name, *(["--resume", str(tmp_path / "nowhere")] if fails else []), script=script, run_name="a")
     out, _ = process.communicate(timeout=120)
     assert (process.returncode != 0) == fails, out
-    assert [(tmp_path / f"groups-{rank}").read_text() for rank in "01"] == ["2 0\n"] * 2
+    assert ("nowhere" in out and "exitcode  : 2" in out) if fails else out.count("\ndone: ") == 1, out
+    assert not list(tmp_path.glob("cleaned-up-*"))
 
 
 @pytest.mark.slow
@@ -191,7 +176,7 @@ def test_a_team_of_two_takes_the_step_of_one_on_all_samples(launch, tmp_path):
         "result = {'gradient': gradient.tolist(), 'moments': scaler.moments}\n"
         "result |= {'mean': agent.obs_mean.tolist(), 'var': agent.obs_var.tolist()}\n"
         "open(sys.argv[sys.argv.index('--run-name') + 1] + str(team.rank), 'w').write(json.dumps(result))\n"
-        "team.close()\n"
+        "ppo_racer.leave(0)\n"
     )
     results = []
     for size in (1, 2):
@@ -315,6 +300,7 @@ def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
 @pytest.mark.slow
 @linux
 @both
+@pytest.mark.skipif(torch.__version__.startswith("2.3."), reason="the torchrun of torch 2.3 cannot start processes again")
 def test_torchrun_restarts_a_run_from_its_last_checkpoint_by_itself(launch, tmp_path, name):
     process = launch(name, restarts=2, total_timesteps=32_768, eval_every=10**9)
     wait_for(lambda: list(tmp_path.glob(f"{name}-*/checkpoint.pt")), process)
