@@ -1157,11 +1157,11 @@ def provenance() -> dict:
 class Run:
     """Everything a run consists of, and its way into a checkpoint and back. What happens with it stands in `train`."""
 
-    def __init__(self, args: Args, team: Team):
+    def __init__(self, args: Args, team: Team, stop: Stop):
         torch.set_num_threads(args.threads)
         torch.manual_seed(args.seed)
-        self.args, self.team, self.clock, self.session_began = args, team, Clock(), time.perf_counter()
-        self.stop = Stop(silent=not team.first)
+        self.args, self.team, self.stop = args, team, stop
+        self.clock, self.session_began = Clock(), time.perf_counter()
         self.generator = torch.Generator().manual_seed(args.seed + team.rank * RANK_SEED_STRIDE)
         cars = args.num_envs // team.size  # of this process
         first_car = cars * team.rank
@@ -1357,12 +1357,12 @@ class Run:
             self.logger.close()
 
 
-def start_run(args: Args, team: Team) -> Run:
+def start_run(args: Args, team: Team, stop: Stop) -> Run:
     """A new run, or the one in --resume as it stood."""
     folder, checkpoint = team.share(find_run, args)
     if checkpoint is not None:
         args = resumed_args(args, checkpoint["args"])
-    run = Run(args, team)
+    run = Run(args, team, stop)
     try:
         if checkpoint is None:
             folder = folder or team.share(make_run_folder, args)
@@ -1381,25 +1381,28 @@ def start_run(args: Args, team: Team) -> Run:
 
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    with Team(args.bridge_retries) as team, contextlib.closing(start_run(args, team)) as run:
+    with (
+        Team(args.bridge_retries) as team,
+        Stop(silent=not team.first) as stop,
+        contextlib.closing(start_run(args, team, stop)) as run,
+    ):
         args, stopped = run.args, None
         try:
-            with run.stop:
-                while not run.finished and stopped is None:
-                    metrics, others_news, stopped = run.meet(learn_once(run))
-                    if team.first:
-                        with run.clock("logging"):
-                            run.log(metrics, others_news)
-                    if run.due(args.eval_every):
-                        with run.clock("evaluation"):
-                            is_best = team.share(evaluate_run, run)
-                        if is_best:
-                            run.save("best.pt")
-                    if team.first:
-                        with run.clock("logging"):
-                            run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
-                    if run.due(args.checkpoint_every) or stopped is not None:
-                        run.save()
+            while not run.finished and stopped is None:
+                metrics, others_news, stopped = run.meet(learn_once(run))
+                if team.first:
+                    with run.clock("logging"):
+                        run.log(metrics, others_news)
+                if run.due(args.eval_every):
+                    with run.clock("evaluation"):
+                        is_best = team.share(evaluate_run, run)
+                    if is_best:
+                        run.save("best.pt")
+                if team.first:
+                    with run.clock("logging"):
+                        run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
+                if run.due(args.checkpoint_every) or stopped is not None:
+                    run.save()
             return report(run, stopped)
         except BridgeError as error:
             # As after the last update; what was driven since is lost.

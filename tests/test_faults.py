@@ -262,7 +262,7 @@ def test_no_update_of_sac_uses_an_invented_step(tmp_path, monkeypatch):
         num_envs=2, run_dir=tmp_path, bridge_retries=1, learning_starts=10**6, n_step=3, buffer_size=100
     )
     monkeypatch.setattr(sac_racer, "LONGEST_PAUSE_S", 0)
-    run = sac_racer.Run(args, sac_racer.Team())
+    run = sac_racer.Run(args, sac_racer.Team(), sac_racer.Stop())
     run.begin()
     real, calls = run.envs.step, []
 

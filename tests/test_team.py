@@ -300,7 +300,9 @@ def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
 @pytest.mark.slow
 @linux
 @both
-@pytest.mark.skipif(torch.__version__.startswith("2.3."), reason="the torchrun of torch 2.3 cannot start processes again")
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.3."), reason="the torchrun of torch 2.3 cannot start processes again"
+)
 def test_torchrun_restarts_a_run_from_its_last_checkpoint_by_itself(launch, tmp_path, name):
     process = launch(name, restarts=2, total_timesteps=32_768, eval_every=10**9)
     wait_for(lambda: list(tmp_path.glob(f"{name}-*/checkpoint.pt")), process)
