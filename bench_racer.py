@@ -94,6 +94,8 @@ class Args:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be {least} or more")
         if self.compare and importlib.util.find_spec("stable_baselines3") is None:
             raise ValueError("--compare needs Stable-Baselines3, which is not installed: pip install stable-baselines3")
+        if not self.only:
+            raise ValueError("--only names no table; give environment, learning or training, or leave the flag out")
         if self.target is not None and not self.target >= 0:
             raise ValueError(f"--target is {self.target}; it must be a number of steps/s, 0 or more")
 

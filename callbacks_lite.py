@@ -430,10 +430,15 @@ def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
 
 
 def percent_of_best(episodes: list[Episode]) -> float | None:
-    """How fast the flying laps of some episodes on a track are (their median), measured by the best there is."""
+    """How fast the flying laps of some episodes on a track are (their median), measured by the best there is. Laps that beat the
+    best on the road have left the road, and are measured by the best at any price."""
     flying = [ticks for episode in episodes for ticks in episode.flying_laps]
     best = episodes[0].best_known
-    return 100 * best / float(np.median(flying)) if flying and best else None
+    if not flying or not best:
+        return None
+    if np.median(flying) < best:
+        best = BEST_LAP_TICKS["any"].get(episodes[0].track, best)
+    return 100 * best / float(np.median(flying))
 
 
 def summarize(episodes: list[Episode]) -> dict:
@@ -607,12 +612,21 @@ class Nowhere(io.TextIOBase):
         return len(text)
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Print; and if nobody is listening any more (`| head`), be silent from then on rather than end the run."""
+def say(text: str, end: str = "\n", to: str = "stdout") -> None:
+    """Print. Where that fails (`| head` has gone, the terminal too, the log's disk is full) be silent from then on: it must not
+    end the run."""
+    stream = getattr(sys, to)
+    letters = getattr(stream, "encoding", None) or "utf-8"
     try:
-        print(text, end=end, flush=True)
-    except BrokenPipeError:
-        sys.stdout = Nowhere()
+        print(text.encode(letters, "replace").decode(letters), end=end, file=stream or Nowhere(), flush=True)
+    except RuntimeError:  # a signal has come in the middle of another print
+        pass
+    except (OSError, ValueError):  # ValueError: it is closed
+        setattr(sys, to, Nowhere())
+
+
+def warn(text: str) -> None:
+    say(text, to="stderr")
 
 
 class Progress:
@@ -622,7 +636,7 @@ class Progress:
 
     def __init__(self, total: int, first_step: int):
         self.total, self.first_step, self.began = total, first_step, time.perf_counter()
-        self.live = sys.stdout.isatty()
+        self.live = sys.stdout is not None and sys.stdout.isatty()
         self._next_line, self._next_refresh = first_step, 0.0
 
     def show(self, steps: int, stats: RaceStats, metrics: dict) -> None:
@@ -635,7 +649,8 @@ class Progress:
         lap = "no lap yet" if math.isinf(stats.best_lap_sec) else f"best lap {stats.best_lap_sec:.2f} s"
         share = metrics.get("racer/completion_rate")
         completion = "" if share is None else f"  {share:4.0%} lapped"
-        text = f"{steps:>11,} steps {steps / self.total:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left  {lap}{completion}"
+        done = min(steps / self.total, 1)
+        text = f"{steps:>11,} steps {done:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left  {lap}{completion}"
         if self.live:
             width = shutil.get_terminal_size().columns - 1
             say(f"\r{text[:width]:<{width}}", end="")

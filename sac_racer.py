@@ -60,7 +60,6 @@ from callbacks_lite import (  # noqa: E402
     MetricsLogger,
     Progress,
     RaceStats,
-    best_lap_ticks,
     describe,
     eval_metrics,
     evaluate,
@@ -70,6 +69,7 @@ from callbacks_lite import (  # noqa: E402
     say,
     score,
     summarize,
+    warn,
 )
 from racer_env import (  # noqa: E402
     ACTION_HIGH,
@@ -213,7 +213,7 @@ class Args:
     eval_every: MaybeInt = None
     """steps between evaluations: an episode per track from the grid, without noise (default 100,000; 10,000 with few cars)"""
     checkpoint_every: MaybeInt = None
-    """steps between checkpoints; there is one at the end, on Ctrl+C and when the bridge fails (default as --eval-every)"""
+    """steps between checkpoints; one comes at the end, on Ctrl+C and if the bridge fails (default 100,000; 10,000 on a bridge)"""
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
     log_every: MaybeInt = None
@@ -261,15 +261,17 @@ class Args:
             raise ValueError(
                 "--export DIR and --checkpoint PATH go together: where to, and what; give both, or neither"
             )
+        if self.json is not None and self.evaluate is None:
+            raise ValueError("--json is for the results of --evaluate; training writes metrics.csv to the run folder")
 
     def _check_shares(self) -> None:
         """Every process, of one or more, drives as many cars as the others, and some on every track."""
         cars, processes, tracks = self.num_envs, self.num_processes, len(self.track_id)
         if cars % processes:
-            fitting = max(cars // processes, 1) * processes
-            raise ValueError(
-                f"--num-envs is {cars}, which {processes} processes cannot share equally; make it {fitting}, say"
-            )
+            what = f"make it {max(cars // processes, 1) * processes}, say"
+            if self.resume is not None:
+                what = f"it can go on with any number of processes that divides {cars}"
+            raise ValueError(f"--num-envs is {cars}, which {processes} processes cannot share equally; {what}")
         if cars < tracks * processes:
             each = (
                 "each needs a car at least" if processes == 1 else f"each needs a car at least in {processes} processes"
@@ -309,7 +311,7 @@ class Args:
     @property
     def num_processes(self) -> int:
         """How many train together; all settings are the whole run's. torchrun says so."""
-        return int(os.environ.get("WORLD_SIZE", 1))
+        return processes_of_the_run()
 
     @property
     def steps_per_choice(self) -> int:
@@ -333,6 +335,14 @@ class Args:
 # ======================================================================================================================
 
 
+def processes_of_the_run() -> int:
+    """What torchrun says, or 1."""
+    said = os.environ.get("WORLD_SIZE", "1")
+    if not said.isdecimal() or int(said) < 1:
+        raise ValueError(f"the environment variable WORLD_SIZE is {said!r}, which is no number of processes; unset it")
+    return int(said)
+
+
 class TeamError(RuntimeError):
     """Another process of the run has died, or does not answer any more."""
 
@@ -345,7 +355,8 @@ class Team:
     """
 
     def __init__(self, bridge_retries: int = 0):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.size = processes_of_the_run()
+        self.rank = int(os.environ.get("RANK", 0)) if self.size > 1 else 0
         if self.size > 1:
             lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
             if lacking:
@@ -452,9 +463,8 @@ class Team:
 def leave(code: int) -> None:
     """End the process; one of several without Python's own clean-up: a thread of gloo that lets go of its last tensor in the
     middle of that aborts the process (seen at one end in 230), and no way to end the thread holds for every version of torch."""
-    sys.stdout.flush()
-    sys.stderr.flush()
     if dist.is_initialized():
+        say("", end="")  # what is still in the buffer
         os._exit(code)
     sys.exit(code)
 
@@ -1084,8 +1094,10 @@ def write_whole(path: Path, write) -> bool:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        print(f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
-              "Make room and training will try again.", file=sys.stderr, flush=True)  # fmt: skip
+        warn(
+            f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
+            "Make room and training will try again."
+        )
         return False
     finally:
         with contextlib.suppress(OSError):
@@ -1208,11 +1220,7 @@ class Stop:
             raise KeyboardInterrupt
         self.signal = self.signal or number
         if not self.silent:
-            print(
-                "\nstopping: finishing this update, then saving (once more to stop at once)",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn("\nstopping: finishing this update, then saving (once more to stop at once)")
 
     def wait(self, seconds: float) -> bool:
         """Sleep, but not through a signal. -> whether there was none"""
@@ -1240,7 +1248,13 @@ def find_run(args: Args) -> tuple[Path | None, dict | None]:
             checkpoint = load_checkpoint(folder)
             if checkpoint.get("launch") == launch_name():  # not the one from before --resume
                 return folder, checkpoint
-        return folder, load_checkpoint(args.resume)
+        checkpoint = load_checkpoint(args.resume)
+        if args.resume.is_file() and not (folder / "args.json").exists():
+            raise ValueError(
+                f"{args.resume} lies in {folder}, which is no run folder (it has no args.json), and the run would write its files "
+                "there; put the checkpoint into a folder of its own and give --resume that folder"
+            )
+        return folder, checkpoint
     folder = newest_of_this_launch(args.run_dir) if again else None
     return folder, load_checkpoint(folder) if folder and (folder / "checkpoint.pt").exists() else None
 
@@ -1259,6 +1273,10 @@ def make_run_folder(args: Args) -> Path:
     tracks = "-".join(Path(track).stem for track in args.track_id)
     name = args.run_name or f"{ALGORITHM}-{tracks}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = args.run_dir / name
+    if args.run_name and (Path(name).name != name or name == ".."):
+        raise ValueError(f"--run-name {name!r} is no plain name; where the folder goes, --run-dir says")
+    if args.run_name and folder.is_dir() and not (folder / "args.json").exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} holds other files, and is no run; give another --run-name")
     if args.run_name and (folder / "checkpoint.pt").exists():
         raise ValueError(f"{folder} already holds a run; go on with it (--resume {folder}) or give another --run-name")
     number = 2
@@ -1274,6 +1292,17 @@ def make_run_folder(args: Args) -> Path:
     return folder
 
 
+def check_writable(folder: Path) -> None:
+    probe = folder / f"checkpoint.pt.{os.getpid()}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"the run folder {folder} cannot be written ({error.strerror}); nothing would be saved"
+        ) from error
+
+
 def provenance() -> dict:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions |= {"gymnasium": gymnasium.__version__, "system": platform.platform()}
@@ -1287,7 +1316,7 @@ def provenance() -> dict:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": commit,
         "versions": versions,
-        "processes": int(os.environ.get("WORLD_SIZE", 1)),
+        "processes": processes_of_the_run(),
         "launch": launch_name(),
     }
 
@@ -1342,9 +1371,12 @@ class Run:
 
     def open_folder(self, resumed: bool) -> None:
         args, folder = self.args, self.folder
-        for leftover in folder.glob("*.tmp"):  # of a run that was killed while it wrote
-            with contextlib.suppress(OSError):
-                leftover.unlink()
+        if resumed:
+            check_writable(folder)
+        for name in ("checkpoint.pt", "best.pt", "buffer-*.npz"):  # of a run that was killed while it wrote
+            for leftover in folder.glob(f"{name}.*.tmp"):
+                with contextlib.suppress(OSError):
+                    leftover.unlink()
         self.logger = MetricsLogger(folder, self.steps if resumed else None, tensorboard=args.tensorboard)
         rows = [f"| {name} | {value} |" for name, value in saved_args(args).items()]
         self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
@@ -1399,7 +1431,7 @@ class Run:
             if self.faults_in_a_row > self.args.bridge_retries or not self.stop.wait(pause):
                 raise error
             which = f"retry {self.faults_in_a_row} of {self.args.bridge_retries}"
-            print(f"\nWARNING: {error}\nConnecting again ({which})", file=sys.stderr, flush=True)
+            warn(f"\nWARNING: {error}\nConnecting again ({which})")
             try:
                 return envs.reconnect()
             except BridgeError as again:
@@ -1558,10 +1590,11 @@ def train(args: Args) -> dict:
                     with run.clock("logging"):
                         run.log(metrics, others_news)
                 if run.due(args.eval_every):
+                    best_before = run.best
                     with run.clock("evaluation"):
                         is_best = team.share(evaluate_run, run)
-                    if is_best:
-                        run.save("best.pt")
+                    if is_best and not run.save("best.pt"):
+                        run.best = best_before  # the best there is on the disk
                 if team.first:
                     with run.clock("logging"):
                         run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
@@ -1675,8 +1708,11 @@ def evaluate_run(run: Run) -> bool:
         show_lap(run, with_replay=False)
     if run.finished:
         if run.best_laps is None and (folder / "best.pt").exists():  # the best driver is of an earlier session
-            best = restore_agent(load_checkpoint(folder / "best.pt"), folder)
-            run.best_laps = evaluate_patiently(run, best)
+            try:
+                best = restore_agent(load_checkpoint(folder / "best.pt"), folder)
+                run.best_laps = evaluate_patiently(run, best)
+            except ValueError as error:
+                warn(f"WARNING: no replay of the best driver: {error}")
         show_lap(run, with_replay=True)
     return is_best
 
@@ -1706,9 +1742,9 @@ def save_picture(path: Path, picture: np.ndarray) -> None:
 def command() -> str:
     """How this program was started, for telling people how to go on."""
     program, here = shlex.quote(os.path.relpath(__file__)), os.environ.get("LOCAL_WORLD_SIZE")
-    if here is None:
+    if here is None or "WORLD_SIZE" not in os.environ:
         return f"python {program}"
-    machines = int(os.environ["WORLD_SIZE"]) // int(here)
+    machines = processes_of_the_run() // int(here)
     more = f"--nnodes={machines} " if machines > 1 else ""
     return f"torchrun {more}--nproc_per_node={here} {program}"
 
@@ -1762,13 +1798,16 @@ def report(run: Run, stopped: int | None) -> dict:
 
 def evaluate_checkpoint(args: Args) -> list[dict]:
     """`--evaluate`: lap times of a trained driver, on the tracks of its training unless others are given."""
-    if args.json and not args.json.resolve().parent.is_dir():
-        raise ValueError(f"--json {args.json}: there is no such folder; make it first")
+    if args.json:
+        try:
+            args.json.touch()  # rather now than after the driving
+        except OSError as error:
+            raise ValueError(f"--json {args.json} cannot be written ({error.strerror}); give another path") from error
     checkpoint = load_checkpoint(args.evaluate, prefer="best.pt")
     agent = restore_agent(checkpoint, args.evaluate)
     tracks = args.track_id if "track_id" in args.given else tuple(checkpoint["args"]["track_id"])
     config_path = args.config_path or checkpoint["args"]["config_path"]
-    print(
+    say(
         f"{args.evaluate}: trained for {checkpoint['counters']['steps']:,} steps on {', '.join(checkpoint['args']['track_id'])}"
     )
     results = []
@@ -1780,21 +1819,21 @@ def evaluate_checkpoint(args: Args) -> list[dict]:
             envs.close()
         result = summarize(episodes)
         results.append(result)
-        print(f"\n{track}: {args.episodes} episodes from {'the grid' if args.start == 'grid' else 'anywhere'}")
-        print(f"  laps            {result['laps']} ({result['completion_rate']:.1%} of the episodes with one)")
-        print(f"  failures        {result['failures']} (without a lap, or ended before the time)")
-        print(f"  first lap       {lap_time(result['first_lap_sec'])} from standing")
-        print(
+        say(f"\n{track}: {args.episodes} episodes from {'the grid' if args.start == 'grid' else 'anywhere'}")
+        say(f"  laps            {result['laps']} ({result['completion_rate']:.1%} of the episodes with one)")
+        say(f"  failures        {result['failures']} (without a lap, or ended before the time)")
+        say(f"  first lap       {lap_time(result['first_lap_sec'])} from standing")
+        say(
             f"  flying lap      {lap_time(result['flying_lap_sec'])} median, spread {lap_time(result['flying_spread_sec'])}"
         )
-        print(f"  best lap        {lap_time(result['best_lap_sec'])}")
+        say(f"  best lap        {lap_time(result['best_lap_sec'])}")
         if result["percent_of_best"]:
-            known = lap_time(best_lap_ticks(track, envs.config) / TICKS_PER_SECOND)
-            print(f"  of the best     {result['percent_of_best']:.1f} %: a flying lap of {known} is known")
-        print(f"  reward          {result['mean_reward']:.3f} over {result['mean_length']:,.0f} ticks")
+            known = lap_time(result["percent_of_best"] / 100 * result["flying_lap_sec"])
+            say(f"  of the best     {result['percent_of_best']:.1f} %: a flying lap of {known} is known")
+        say(f"  reward          {result['mean_reward']:.3f} over {result['mean_length']:,.0f} ticks")
     if len(results) > 1:
         failures, count = sum(result["failures"] for result in results), sum(result["episodes"] for result in results)
-        print(f"\nall tracks: {count} episodes, {count - failures} without failure ({1 - failures / count:.1%})")
+        say(f"\nall tracks: {count} episodes, {count - failures} without failure ({1 - failures / count:.1%})")
     if args.json:
         args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
     return results
@@ -1812,13 +1851,13 @@ def export_driver(args: Args) -> Path:
     path = args.export / "model.onnx"
     onnx.save(model, str(path))
     (args.export / "vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
-    print(
+    say(
         f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json beside it -> actions [batch, {len(ACTION_LOW)}]"
     )
     try:
         import onnxruntime
     except ImportError:
-        print("not checked: for that, pip install onnxruntime")
+        say("not checked: for that, pip install onnxruntime")
         return path
     rng = np.random.default_rng(0)
     obs = rng.uniform(*(bound.astype(np.float32) for bound in (OBS_LOW, OBS_HIGH)), (10_000, OBS_SIZE)).astype(
@@ -1827,7 +1866,7 @@ def export_driver(args: Args) -> Path:
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (actions,) = session.run(None, {"obs": normalize_as_the_game(obs, stats)})
     difference = float(np.abs(actions - agent.driver()(obs)).max())
-    print(f"checked with onnxruntime on 10,000 observations: the actions differ by {difference:.1e} at most")
+    say(f"checked with onnxruntime on 10,000 observations: the actions differ by {difference:.1e} at most")
     if not difference <= 1e-5:
         raise ValueError(
             f"the exported model does not act as the checkpoint does: its actions differ by {difference:g}"
@@ -1843,13 +1882,14 @@ def normalize_as_the_game(obs: np.ndarray, stats: dict) -> np.ndarray:
 
 
 def main() -> int:
-    program, first = Path(__file__).name, int(os.environ.get("RANK", 0)) == 0
-    words = {word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for word in sys.argv[1:]}
+    program, first = Path(__file__).name, os.environ.get("RANK", "0") == "0"
+    flags = [word for word in sys.argv[1:] if word.startswith("--")]
+    words = {flag.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
 
     def complain(error, more: str = "") -> None:
         if first or not getattr(error, "shared", False):  # what all processes know, one says
             who = program if first else f"{program}, process {os.environ['RANK']}"
-            print(f"\n{who}: {error}{more}", file=sys.stderr, flush=True)
+            warn(f"\n{who}: {error}{more}")
 
     try:
         args = tyro.cli(Args, description=__doc__)
@@ -1883,7 +1923,7 @@ def main() -> int:
         complain(error)
         return 2
     except KeyboardInterrupt:
-        print(f"\n{program}: stopped at once; the last checkpoint is the one to --resume", file=sys.stderr)
+        warn(f"\n{program}: stopped at once; --resume goes on from the run's last checkpoint, if it has one")
         return EXIT_INTERRUPTED
     if result["finished"] or result["signal"] is None:
         return 0

@@ -56,6 +56,10 @@ def test_laps_are_shown_as_a_share_of_the_best_known(module):
     episode = module.Episode("track-01", lap_ticks=[500, 2 * best, 2 * best + 10, 2 * best - 10], best_known=best)
     assert module.summarize([episode])["percent_of_best"] == pytest.approx(50.0)
     assert "50.0 % of the best known" in module.describe(module.summarize([episode]))
+    cutting = module.Episode("track-01", lap_ticks=[500, best - 5], best_known=best)  # not on the road, then
+    assert module.summarize([cutting])["percent_of_best"] == pytest.approx(
+        100 * BEST_LAP_TICKS["any"]["track-01"] / (best - 5)
+    )
     whole = module.Episode("track-02", lap_ticks=[999, 900], best_known=900)
     unknown = module.Episode("mine", lap_ticks=[999, 900])
     assert module.eval_metrics([episode, whole, unknown])["eval/percent_of_best_lap"] == pytest.approx(75.0)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
+import sys
 
 import numpy as np
 import pytest
 from conftest import drive
 
 import callbacks_lite
-from callbacks_lite import REWARD_PARTS, TICKS_PER_SECOND, MetricsLogger, RaceStats, lap_replay, racing_line, read_csv
+from callbacks_lite import (
+    REWARD_PARTS,
+    TICKS_PER_SECOND,
+    MetricsLogger,
+    Progress,
+    RaceStats,
+    lap_replay,
+    racing_line,
+    read_csv,
+    say,
+)
 from racer_env import Painter, RacerVectorEnv, drive_again
 from racer_sim import load_track
 
@@ -101,8 +113,6 @@ def test_tensorboard_gets_scalars_text_pictures_and_the_animation(tmp_path):
 
 
 def test_a_tensorboard_that_cannot_be_imported_costs_one_warning(tmp_path, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.warns(UserWarning, match="no TensorBoard from here on") as caught:
         logger = MetricsLogger(tmp_path)
@@ -385,3 +395,46 @@ def test_drive_again_ends_where_the_car_ended():
     sim = envs._cars.sim
     assert (x[-1], y[-1], heading[-1], speed[-1]) == (sim.x[0], sim.y[0], sim.heading[0], sim.speed[0])
     assert len(x) == 91
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+
+
+class Failing(io.StringIO):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
+
+
+@pytest.mark.parametrize("to", ["stdout", "stderr"])
+def test_what_cannot_be_said_ends_nothing(monkeypatch, to):
+    for error in (
+        BrokenPipeError(),
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EIO, "no terminal"),
+    ):
+        monkeypatch.setattr(sys, to, Failing(error))
+        say("hello", to=to)
+        say("and again", to=to)
+    closed = io.StringIO()
+    closed.close()
+    for stream in (closed, None):
+        monkeypatch.setattr(sys, to, stream)
+        say("hello", to=to)
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, to, io.TextIOWrapper(raw, encoding="ascii"))
+    say("runs/\u00fcn\u00ef", to=to)
+    assert raw.getvalue() == b"runs/?n?\n"
+    monkeypatch.setattr(sys, to, io.StringIO())
+    say("runs/\u00fcn\u00ef", to=to)
+    assert getattr(sys, to).getvalue() == "runs/\u00fcn\u00ef\n"
+
+
+def test_progress_without_a_terminal_and_past_the_end(monkeypatch, capsys):
+    Progress(1000, 0).show(1024, RaceStats(1, 3000), {})
+    assert " 100% " in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdout", None)
+    Progress(1000, 0).show(1024, RaceStats(1, 3000), {})

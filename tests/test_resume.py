@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -217,10 +218,103 @@ def test_evaluate_takes_the_track_that_is_given(lab, tmp_path, capsys):
     for flag, track in (((), "track-02"), (("track-01",), "track-01")):
         results = lab.evaluate(lab.Args(evaluate=tmp_path / "run", episodes=1, track_id=flag or None))
         assert results[0]["track"] == track
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match=r"cannot be written .No such file or directory.; give another path"):
         lab.evaluate(lab.Args(evaluate=tmp_path / "run", json=tmp_path / "no" / "out.json"))
     (tmp_path / "run" / "best.pt").unlink()
     assert lab.evaluate(lab.Args(evaluate=tmp_path / "run", episodes=1))[0]["track"] == "track-02"
+
+
+@mostly_shared
+def test_a_signal_saves_though_nobody_reads_what_is_said(lab, tmp_path, monkeypatch):
+    """Ctrl+C in `... 2>&1 | tee log` ends tee as well, and then a print fails."""
+    meet = lab.module.Run.meet
+
+    def signalled(self, metrics):
+        if self.steps == 512 * 3:
+            signal.raise_signal(signal.SIGINT)
+        return meet(self, metrics)
+
+    monkeypatch.setattr(lab.module.Run, "meet", signalled)
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, Gone())
+    result = lab.train(lab.settings(tmp_path, run_name="run", checkpoint_every=10**9))
+    assert result["signal"] == signal.SIGINT and result["steps"] == 512 * 3
+    assert lab.load(tmp_path / "run")["counters"]["steps"] == 512 * 3
+
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError
+
+
+@mostly_shared
+def test_a_run_takes_no_folder_with_other_files(lab, tmp_path):
+    lab.train(lab.settings(tmp_path, run_name="run", total_timesteps=512))
+    other = tmp_path / "thesis"
+    other.mkdir()
+    shutil.copy(tmp_path / "run" / "best.pt", other / "keep.pt")
+    (other / "chapter.tmp").write_text("mine")
+    for settings, message in (
+        ({"run_name": "thesis"}, "holds other files, and is no run"),
+        ({"run_name": ".."}, "is no plain name"),
+        ({"run_name": "a/b"}, "is no plain name"),
+        ({"resume": other / "keep.pt"}, "is no run folder .it has no args.json."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lab.train(lab.settings(tmp_path, **settings))
+    assert sorted(file.name for file in other.iterdir()) == ["chapter.tmp", "keep.pt"]
+    (other / "keep.pt").rename(other / "best.pt")  # a folder that is given has been meant
+    assert lab.train(lab.Args(resume=other, total_timesteps=1024))["steps"] == 1024
+    assert (other / "chapter.tmp").read_text() == "mine"
+
+
+@mostly_shared
+def test_a_damaged_best_driver_costs_a_replay_and_not_the_end_of_the_run(lab, tmp_path, monkeypatch, capsys):
+    lab.train(lab.settings(tmp_path, run_name="run", total_timesteps=1024))
+    (tmp_path / "run" / "best.pt").write_bytes(b"damaged")
+    monkeypatch.setattr(lab.module, "score", lambda episodes: -1e9)  # no driver of the second session is the best
+    assert lab.train(lab.Args(resume=tmp_path / "run", total_timesteps=2048))["finished"]
+    assert "no replay of the best driver: " in capsys.readouterr().err
+    assert lab.load(tmp_path / "run" / "checkpoint.pt")["counters"]["steps"] == 2048
+
+
+@mostly_shared
+def test_a_best_driver_that_could_not_be_written_is_not_the_best(lab, tmp_path, monkeypatch):
+    """What is announced is what best.pt holds, and a later driver is measured by that."""
+    scores = iter([1.0, 3.0, 2.0, 0.0])
+    monkeypatch.setattr(lab.module, "score", lambda episodes: scores_now[0])
+    save, scores_now = lab.module.Run.save, [None]
+    evaluate_run = lab.module.evaluate_run
+
+    def evaluated(run):
+        scores_now[0] = next(scores)
+        return evaluate_run(run)
+
+    def full(self, name="checkpoint.pt"):
+        return False if name == "best.pt" and scores_now[0] == 3.0 else save(self, name)
+
+    monkeypatch.setattr(lab.module, "evaluate_run", evaluated)
+    monkeypatch.setattr(lab.module.Run, "save", full)
+    result = lab.train(lab.settings(tmp_path, run_name="run", total_timesteps=2048, eval_every=512))
+    assert result["best"]["score"] == 2.0 and result["best"]["step"] == 1536
+    assert lab.load(tmp_path / "run" / "best.pt")["counters"]["steps"] == 1536
+
+
+@mostly_shared
+def test_a_folder_that_cannot_be_written_is_refused_before_training(lab, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be written .No such file or directory.; nothing would be saved"):
+        lab.module.check_writable(tmp_path / "gone")
+    lab.module.check_writable(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == []
+
+
+@mostly_shared
+def test_only_flags_count_as_given(lab, tmp_path, monkeypatch):
+    """A run folder may be called as a flag is."""
+    seen = []
+    monkeypatch.setattr(lab.module, "train", lambda args: seen.append(args.given) or {"finished": True})
+    monkeypatch.setattr(sys, "argv", ["racer.py", "--resume", "seed", "--total-timesteps=512", "--no-tensorboard"])
+    assert lab.module.main() == 0 and seen == [{"resume", "total_timesteps", "tensorboard"}]
 
 
 @mostly_shared
@@ -365,6 +459,7 @@ def test_a_bad_checkpoint_is_refused_and_says_why(lab, tmp_path, straight, make,
         "sizes": "does not fit|other sizes|cannot change",
         "lacking": "does not fit|other sizes",
     }
+    (tmp_path / "args.json").touch()  # as in a run folder
     if make == "truncated":
         whole = (straight / "checkpoint.pt").read_bytes()
         path.write_bytes(whole[: len(whole) // 2])

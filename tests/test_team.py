@@ -201,6 +201,18 @@ def test_laps_and_episodes_of_all_processes_are_logged_by_the_first(launch, tmp_
     assert json.loads((tmp_path / "a" / "args.json").read_text())["processes"] == 2
 
 
+@both
+def test_a_stray_world_size_is_named(monkeypatch, name):
+    for said in ("", "x", "0", "-1", "1.5"):
+        monkeypatch.setenv("WORLD_SIZE", said)
+        with pytest.raises(ValueError, match=f"the environment variable WORLD_SIZE is {said!r}"):
+            MODULES[name].Args()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("RANK", "1")
+    team = MODULES[name].Team()
+    assert team.first and team.size == MODULES[name].Args().num_processes == 1
+
+
 def test_a_process_drives_its_part_of_the_fleet():
     tracks = ["track-01", "track-02", "track-03"]
     whole = RacerVectorEnv(8, tracks, start="anywhere")
