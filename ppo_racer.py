@@ -165,7 +165,7 @@ class Args:
     init_std: float = 0.5
     """first standard deviation of the inputs; learned from then on"""
     init_throttle: float = 1.0
-    """first mean of the throttle, and less half of it for the brake: a car that presses it learns about driving sooner"""
+    """first mean of the throttle, with the brake off: a car that presses it finds out about driving sooner"""
     hidden: MaybeInt = None
     """width of the two hidden layers of actor and critic (default 64; 96 for several tracks)"""
     norm_steps: int = 0
@@ -1229,7 +1229,7 @@ class Run:
         args, folder = self.args, self.folder
         if resumed:
             check_writable(folder)
-        for name in ("checkpoint.pt", "best.pt"):  # of a run that was killed while it wrote
+        for name in ("checkpoint.pt", "best.pt", "buffer-*.npz"):  # of a run that was killed while it wrote
             for leftover in folder.glob(f"{name}.*.tmp"):
                 with contextlib.suppress(OSError):
                     leftover.unlink()

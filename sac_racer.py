@@ -183,11 +183,11 @@ class Args:
     init_std: float = 0.5
     """first standard deviation of the actions before squashing; learned from then on, for every state"""
     init_throttle: float = 1.0
-    """first mean of the throttle: a car that presses it finds out about driving sooner"""
+    """first mean of the throttle, with the brake off: a car that presses it finds out about driving sooner"""
     hidden: MaybeInt = None
     """width of the two hidden layers of actor and critic (default 64; 96 for several tracks)"""
     norm_steps: int = 0
-    """gather observation statistics this long, then freeze them (default: fixed ones, which gave faster laps)"""
+    """gather observation statistics for so many steps, then freeze them (default: fixed ones, which gave faster laps)"""
 
     # -- optimisation
     learning_rate: float = 1e-3
