@@ -568,7 +568,7 @@ def test_few_cars_have_the_defaults_of_a_bridge():
 
 # Shared names that differ on purpose, and why.
 OTHER_DEFAULTS = {"gamma", "learning_rate"}  # each algorithm its own best
-OTHER_HELP = {"total_timesteps", "num_envs", "eval_every", "gamma", "init_std"}
+OTHER_HELP = {"total_timesteps", "num_envs", "eval_every", "checkpoint_every", "gamma", "init_std"}
 OTHER_CODE = {
     "make_optimizers",  # other networks
     "update",
