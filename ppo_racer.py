@@ -1132,10 +1132,13 @@ def make_run_folder(args: Args) -> Path:
     folder = args.run_dir / name
     if args.run_name and (Path(name).name != name or name == ".."):
         raise ValueError(f"--run-name {name!r} is no plain name; where the folder goes, --run-dir says")
-    if args.run_name and folder.is_dir() and not (folder / "args.json").exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} holds other files, and is no run; give another --run-name")
-    if args.run_name and (folder / "checkpoint.pt").exists():
-        raise ValueError(f"{folder} already holds a run; go on with it (--resume {folder}) or give another --run-name")
+    if args.run_name and folder.is_dir() and any(folder.iterdir()):
+        why = f"{folder} holds other files: empty it"
+        if (folder / "checkpoint.pt").exists():
+            why = f"{folder} already holds a run; go on with it (--resume {folder})"
+        elif (folder / "args.json").exists():
+            why = f"{folder} holds a run without a checkpoint, which may have just begun; remove it"
+        raise ValueError(f"{why}, or give another --run-name")
     number = 2
     while not args.run_name and folder.exists():
         folder, number = args.run_dir / f"{name}-{number}", number + 1
@@ -1418,7 +1421,7 @@ def train(args: Args) -> dict:
         Stop(silent=not team.first) as stop,
         contextlib.closing(start_run(args, team, stop)) as run,
     ):
-        args, stopped = run.args, None
+        args, stopped, saved = run.args, None, True
         try:
             while not run.finished and stopped is None:
                 metrics, others_news, stopped = run.meet(learn_once(run))
@@ -1435,8 +1438,8 @@ def train(args: Args) -> dict:
                     with run.clock("logging"):
                         run.progress.show(run.steps, run.stats, run.logger.dump(run.steps))
                 if run.due(args.checkpoint_every) or stopped is not None:
-                    run.save()
-            return report(run, stopped)
+                    saved = run.save()
+            return {**report(run, stopped), "saved": saved}
         except BridgeError as error:
             # As after the last update; what was driven since is lost.
             error.saved_in = run.folder if run.save() else None
@@ -1724,6 +1727,13 @@ def main() -> int:
     except KeyboardInterrupt:
         warn(f"\n{program}: stopped at once; --resume goes on from the run's last checkpoint, if it has one")
         return EXIT_INTERRUPTED
+    if not result["saved"]:
+        again = f"{command()} --resume {shlex.quote(result['run_folder'])}"
+        if first:
+            warn(
+                f"\n{program}: the end of this run is not on the disk; make room, and go on from the last checkpoint: {again}"
+            )
+        return 1
     if result["finished"] or result["signal"] is None:
         return 0
     return EXIT_TERMINATED if result["signal"] == signal.SIGTERM else EXIT_INTERRUPTED

@@ -121,7 +121,8 @@ def test_a_disk_that_fills_in_mid_run_stops_nothing_and_costs_no_checkpoint(star
             break
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (500, 500))
     out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0 and "\ndone: 16,384 steps" in out, out
+    assert process.returncode == 1 and "\ndone: 16,384 steps" in out, out
+    assert "the end of this run is not on the disk; make room, and go on from the last checkpoint: python " in out
     file = "checkpoint.pt" if name == "ppo" else r"buffer-\d+-\w+.npz"
     assert re.search(
         rf"{file} could not be written \(File too large\); the one before it is untouched. Make room", out
@@ -146,8 +147,10 @@ def test_a_folder_that_goes_away_in_mid_run_stops_nothing(start, tmp_path, name)
         (tmp_path / "run").rename(tmp_path / "elsewhere")
         (tmp_path / "run").write_text("in the way")
     out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0 and "Traceback" not in out, out
-    folder = tmp_path / ("elsewhere" if (tmp_path / "elsewhere").exists() else "run")
+    moved = (tmp_path / "elsewhere").exists()
+    assert process.returncode == moved and ("the end of this run is not on the disk" in out) == moved, out
+    assert "Traceback" not in out
+    folder = tmp_path / ("elsewhere" if moved else "run")
     assert MODULES[name].load_checkpoint(folder / "checkpoint.pt")["counters"]["steps"] >= 1024
 
 

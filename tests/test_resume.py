@@ -254,8 +254,11 @@ def test_a_run_takes_no_folder_with_other_files(lab, tmp_path):
     other.mkdir()
     shutil.copy(tmp_path / "run" / "best.pt", other / "keep.pt")
     (other / "chapter.tmp").write_text("mine")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "args.json").touch()
     for settings, message in (
-        ({"run_name": "thesis"}, "holds other files, and is no run"),
+        ({"run_name": "thesis"}, "holds other files: empty it, or give another --run-name"),
+        ({"run_name": "begun"}, "holds a run without a checkpoint, which may have just begun; remove it, or"),
         ({"run_name": ".."}, "is no plain name"),
         ({"run_name": "a/b"}, "is no plain name"),
         ({"resume": other / "keep.pt"}, "is no run folder .it has no args.json."),
@@ -312,7 +315,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_training(lab, tmp_pat
 def test_only_flags_count_as_given(lab, tmp_path, monkeypatch):
     """A run folder may be called as a flag is."""
     seen = []
-    monkeypatch.setattr(lab.module, "train", lambda args: seen.append(args.given) or {"finished": True})
+    monkeypatch.setattr(lab.module, "train", lambda args: seen.append(args.given) or {"finished": True, "saved": True})
     monkeypatch.setattr(sys, "argv", ["racer.py", "--resume", "seed", "--total-timesteps=512", "--no-tensorboard"])
     assert lab.module.main() == 0 and seen == [{"resume", "total_timesteps", "tensorboard"}]
 
