@@ -430,7 +430,7 @@ class Team:
 
 def leave(code: int) -> None:
     """End the process; one of several without Python's own clean-up: a thread of gloo that lets go of its last tensor in the
-    middle of that aborts the process (seen at one end in 230), and no way to end the thread holds for every version of torch."""
+    middle of that aborts the process (one end in 230), and to end the thread first hangs with some versions of torch."""
     if dist.is_initialized():
         say("", end="")  # what is still in the buffer
         os._exit(code)
@@ -1684,7 +1684,8 @@ def normalize_as_the_game(obs: np.ndarray, stats: dict) -> np.ndarray:
 
 
 def main() -> int:
-    program, first = Path(__file__).name, os.environ.get("RANK", "0") == "0"
+    program = Path(__file__).name
+    first = os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
     flags = [word for word in sys.argv[1:] if word.startswith("--")]
     words = {flag.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags}
 

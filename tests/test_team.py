@@ -202,7 +202,7 @@ def test_laps_and_episodes_of_all_processes_are_logged_by_the_first(launch, tmp_
 
 
 @both
-def test_a_stray_world_size_is_named(monkeypatch, name):
+def test_a_stray_world_size_is_named_and_a_stray_rank_does_not_matter(monkeypatch, capsys, name):
     for said in ("", "x", "0", "-1", "1.5"):
         monkeypatch.setenv("WORLD_SIZE", said)
         with pytest.raises(ValueError, match=f"the environment variable WORLD_SIZE is {said!r}"):
@@ -211,6 +211,8 @@ def test_a_stray_world_size_is_named(monkeypatch, name):
     monkeypatch.setenv("RANK", "1")
     team = MODULES[name].Team()
     assert team.first and team.size == MODULES[name].Args().num_processes == 1
+    monkeypatch.setattr(sys, "argv", ["racer.py", "--resume", "nowhere"])
+    assert MODULES[name].main() == 2 and "nowhere does not exist" in capsys.readouterr().err
 
 
 def test_a_process_drives_its_part_of_the_fleet():
