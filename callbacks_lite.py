@@ -436,9 +436,10 @@ def percent_of_best(episodes: list[Episode]) -> float | None:
     best = episodes[0].best_known
     if not flying or not best:
         return None
-    if np.median(flying) < best:
+    median = float(np.median(flying))
+    if median < best:
         best = BEST_LAP_TICKS["any"].get(episodes[0].track, best)
-    return 100 * best / float(np.median(flying))
+    return 100 * best / median
 
 
 def summarize(episodes: list[Episode]) -> dict:

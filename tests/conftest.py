@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -58,6 +59,17 @@ def good_bridge():
     server = Server()
     yield server
     server.kill()
+
+
+class Failing(io.StringIO):
+    """A stdout or stderr that nothing can be written to."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def write(self, text):
+        raise self.error
 
 
 def drive(observations: np.ndarray) -> np.ndarray:

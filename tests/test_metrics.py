@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import drive
+from conftest import Failing, drive
 
 import callbacks_lite
 from callbacks_lite import (
@@ -398,15 +398,6 @@ def test_drive_again_ends_where_the_car_ended():
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
-
-
-class Failing(io.StringIO):
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def write(self, text):
-        raise self.error
 
 
 @pytest.mark.parametrize("to", ["stdout", "stderr"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Server
+from conftest import Failing, Server
 
 import ppo_racer
 import sac_racer
@@ -236,15 +235,10 @@ def test_a_signal_saves_though_nobody_reads_what_is_said(lab, tmp_path, monkeypa
 
     monkeypatch.setattr(lab.module.Run, "meet", signalled)
     for stream in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, stream, Gone())
+        monkeypatch.setattr(sys, stream, Failing(BrokenPipeError()))
     result = lab.train(lab.settings(tmp_path, run_name="run", checkpoint_every=10**9))
     assert result["signal"] == signal.SIGINT and result["steps"] == 512 * 3
     assert lab.load(tmp_path / "run")["counters"]["steps"] == 512 * 3
-
-
-class Gone(io.StringIO):
-    def write(self, text):
-        raise BrokenPipeError
 
 
 @mostly_shared
