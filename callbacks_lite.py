@@ -1,17 +1,19 @@
-"""Metrics, light: a logger with SB3's semantics, the racer's own numbers on top, and the pictures people look at.
+"""What surrounds an algorithm: metrics, laps, evaluation, checkpoints, the run folder, several processes, the command line.
 
     logger = MetricsLogger("runs/mine")
     logger.record("train/loss", 0.3)             # the last value counts
-    logger.record_mean("reward/progress", 0.1)   # the mean of all values until dump counts
     logger.dump(step=16_384)                     # -> TensorBoard and runs/mine/metrics.csv
 
     1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
-    2  RaceStats        laps, episodes and reward parts out of a vector environment's infos
+    2  RaceStats        laps, episodes and reward parts of the cars that train
     3  lap evaluation   what a driver does without noise: laps, lap times, their share of the best lap known
-    4  pictures         a lap on its track as a racing line, and as an animated replay
-    5  the terminal     where the time goes, the line that shows how far a run is
+    4  the terminal     where the time goes, how far a run is
+    5  processes        one run in several processes: gather values, average gradients
+    6  files            a checkpoint, a run folder
+    7  Run              one training run: restores, counts, evaluates, logs, saves, stops on signals, reports
+    8  command line     flags and presets, --help, --evaluate, --export, exit codes
 
-Nothing here can stop a training run: a TensorBoard or a file that cannot be written costs one warning.
+The trainers call these by name, in the order in which things happen.
 """
 
 from __future__ import annotations
@@ -19,29 +21,54 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import inspect
 import io
+import json
 import math
 import os
+import platform
+import re
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
+import gymnasium
 import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
 
-TICKS_PER_SECOND = 60  # of the game: step counts / this = seconds
-REWARD_PARTS = ("progress", "speed", "wall", "offTrack", "backward", "stillness")
+from racer_env import ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, BridgeError, RacerVectorEnv
+from racer_sim import REWARD_PARTS, TICKS_PER_SECOND, TRACKS
+
 # The best flying laps known, in ticks: under the default rewards, which keep a car on the road, and at any price, over the
 # shoulders too. Found by long training and direct search; the inputs that drive them are in tests/golden/best-laps.
 BEST_LAP_TICKS = {
     "road": {"track-01": 385, "track-02": 946, "track-03": 1012},
     "any": {"track-01": 326, "track-02": 892, "track-03": 904},
 }
+PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver that the game's authors published
 EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean look back this many episodes
+FEW_CARS = 16  # up to here the defaults are those for a slow game
+CHECKPOINT_FORMAT = 3
+MAY_CHANGE = (  # when a run is resumed
+    *("resume", "total_timesteps", "run_dir", "run_name", "bridge_url", "bridge_retries"),
+    *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
+)
+NOT_SETTINGS = ("resume", "evaluate", "episodes", "json", "export", "checkpoint")  # flags that say what to do, not how
+ANSWER_TIMEOUT_S = 45.0  # another process of the run that has not answered for so long is given up
+RANK_SEED_STRIDE = 1_000_003  # between the random numbers of the processes of a run
+EXIT_ERROR, EXIT_USAGE, EXIT_BRIDGE, EXIT_PROCESS, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 4, 130, 143
 
 # ======================================================================================================================
 # 1  MetricsLogger
@@ -51,7 +78,8 @@ EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean look back this many 
 class MetricsLogger:
     """Scalars by tag, written at `dump(step)` to TensorBoard and to metrics.csv in `folder`.
 
-    resume_step: continue the folder of an earlier run from that step; what was logged after it is taken back.
+    resume_step: continue the folder of an earlier run from that step; later rows are removed.
+    A TensorBoard or a file that cannot be written costs one warning, and never the run.
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None, tensorboard: bool = True):
@@ -59,23 +87,20 @@ class MetricsLogger:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.csv_path = self.folder / "metrics.csv"
         self._values: dict[str, float] = {}
-        self._means: dict[str, tuple[float, int]] = {}
-        self._writer = self._open_tensorboard(resume_step) if tensorboard else None
+        rows = read_csv(self.csv_path) if resume_step is not None else []
+        self._rows = [row for row in rows if int(float(row["step"])) <= resume_step]
+        self._columns = list(self._rows[0]) if self._rows else []
         self._csv_works = True
-        self._columns: list[str] = []
-        if resume_step is not None:
-            self._try_csv(self._take_back_rows, resume_step)
-        else:
-            self._try_csv(self.csv_path.unlink, missing_ok=True)
+        self._try_csv(self._write_rows)
+        self._writer = self._open_tensorboard(resume_step) if tensorboard else None
 
     def _open_tensorboard(self, resume_step: int | None):
         try:
             from torch.utils.tensorboard import SummaryWriter
 
             if threading.excepthook.__module__ != __name__:
-                threading.excepthook = _but_for_tensorboard(threading.excepthook)
-            purge_step = None if resume_step is None else resume_step + 1
-            return SummaryWriter(str(self.folder), purge_step=purge_step)
+                threading.excepthook = _without_tensorboard(threading.excepthook)
+            return SummaryWriter(str(self.folder), purge_step=None if resume_step is None else resume_step + 1)
         except Exception as error:  # not installed, broken, or a folder that cannot be written
             self._give_up_tensorboard(error)
             return None
@@ -84,126 +109,81 @@ class MetricsLogger:
         self._writer = None
         warnings.warn(f"no TensorBoard from here on ({error!r}); training goes on, {self.csv_path} too", stacklevel=3)
 
-    def _to_tensorboard(self, method: str, *arguments, **named) -> None:
+    def _to_tensorboard(self, write: Callable) -> None:
         if self._writer is not None:
             try:
-                getattr(self._writer, method)(*arguments, **named)
+                write(self._writer)
             except Exception as error:  # the disk is full, say
                 self._give_up_tensorboard(error)
 
-    # -- what to log ---------------------------------------------------------------------------------------------------
-
     def record(self, key: str, value: float) -> None:
         """The last value recorded before a dump is the one that counts."""
-        self._means.pop(key, None)
         self._values[key] = float(value)
 
-    def record_mean(self, key: str, value: float) -> None:
-        """The mean of all values recorded before a dump counts."""
-        total, count = self._means.get(key, (0.0, 0))
-        self._means[key] = (total + float(value), count + 1)
-        self._values[key] = self._means[key][0] / self._means[key][1]
-
-    def text(self, key: str, text: str, step: int = 0) -> None:
-        self._to_tensorboard("add_text", key, text, step)
+    def text(self, key: str, text: str) -> None:
+        self._to_tensorboard(lambda writer: writer.add_text(key, text, 0))
 
     def picture(self, key: str, image: np.ndarray, step: int) -> None:
         """An (H, W, 3) uint8 picture for the Images tab."""
-        self._to_tensorboard("add_image", key, image, step, dataformats="HWC")
+        self._to_tensorboard(lambda writer: writer.add_image(key, image, step, dataformats="HWC"))
 
     def animation(self, key: str, gif: bytes, step: int) -> None:
         """An encoded GIF for the Images tab, where it plays."""
-        if self._writer is None:
-            return
-        try:
-            from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-            image = Summary.Image(encoded_image_string=gif, colorspace=3)
-            summary = Summary(value=[Summary.Value(tag=key, image=image)])
-            self._writer.file_writer.add_summary(summary, step)
-        except Exception as error:
-            self._give_up_tensorboard(error)
-
-    # -- writing -------------------------------------------------------------------------------------------------------
+        value = Summary.Value(tag=key, image=Summary.Image(encoded_image_string=gif, colorspace=3))
+        self._to_tensorboard(lambda writer: writer.file_writer.add_summary(Summary(value=[value]), step))
 
     def dump(self, step: int) -> dict[str, float]:
         """Write everything recorded since the last dump under this step, and start afresh. -> what was written"""
-        values = dict(self._values)
-        self._values.clear()
-        self._means.clear()
+        values, self._values = self._values, {}
         for key, value in values.items():
-            self._to_tensorboard("add_scalar", key, value, step)
+            self._to_tensorboard(lambda writer, key=key, value=value: writer.add_scalar(key, value, step))
         if values:
-            self._try_csv(self._append_row, {"step": step, **values})
+            self._rows.append({"step": step, **values})
+            new = [key for key in self._rows[-1] if key not in self._columns]
+            self._columns += new
+            self._try_csv(self._write_rows if new else self._append_row)
         return values
 
     def close(self) -> None:
-        self._to_tensorboard("close")
+        self._to_tensorboard(lambda writer: writer.close())
         self._writer = None
 
-    def _try_csv(self, write, *arguments, **named) -> None:
-        if not self._csv_works:
-            return
-        try:
-            write(*arguments, **named)
-        except OSError as error:
-            self._csv_works = False
-            warnings.warn(f"{self.csv_path} cannot be written ({error}); training goes on without it", stacklevel=3)
+    def _try_csv(self, write: Callable) -> None:
+        if self._csv_works:
+            try:
+                write()
+            except OSError as error:
+                self._csv_works = False
+                warnings.warn(f"{self.csv_path} cannot be written ({error}); training goes on without it", stacklevel=4)
 
-    def _append_row(self, row: dict) -> None:
-        """One line per dump, on disk at once. A new column rewrites the file with a longer header."""
-        new = [key for key in row if key not in self._columns]
-        if new:
-            rows = read_csv(self.csv_path)
-            self._columns += new
-            self._rewrite([*rows, row])
-        else:
-            with self.csv_path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, self._columns, restval="").writerow(row)
+    def _append_row(self) -> None:
+        with self.csv_path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns, restval="").writerow(self._rows[-1])
 
-    def _rewrite(self, rows: list[dict]) -> None:
+    def _write_rows(self) -> None:
+        """The whole file: a new column makes the header longer, and a resumed run has fewer rows."""
         temporary = self.csv_path.with_suffix(".csv.tmp")
-        try:
-            with temporary.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, self._columns, restval="")
-                writer.writeheader()
-                writer.writerows(rows)
-            os.replace(temporary, self.csv_path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-
-    def _take_back_rows(self, resume_step: int) -> None:
-        """Rows of a run that was killed may be ahead of its last checkpoint, the last one even cut in the middle."""
-        rows = [row for row in read_csv(self.csv_path) if int(float(row["step"])) <= resume_step]
-        self._columns = list(rows[0]) if rows else []
-        if rows:
-            self._rewrite(rows)
-        else:
-            self.csv_path.unlink(missing_ok=True)
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            writer.writeheader()
+            writer.writerows(self._rows)
+        os.replace(temporary, self.csv_path)
 
 
-def _but_for_tensorboard(hook):
-    """TensorBoard writes in a thread. An error there is told by the next thing that is recorded; no traceback is needed."""
+def _without_tensorboard(hook):
+    """TensorBoard writes in a thread of its own. Its next call reports an error there, so a traceback is not needed."""
     return lambda args: None if type(args.thread).__module__.startswith("tensorboard.") else hook(args)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Whole rows of a metrics file, none if there is no file. A last line cut short by a crash is left out."""
+    """The rows of a metrics file, none if there is no file. A last line cut short by a crash is left out."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
-    whole = text[: text.rfind("\n") + 1]
-    rows = csv.DictReader(io.StringIO(whole))
-    return [row for row in rows if None not in row and None not in row.values() and _is_number(row.get("step"))]
-
-
-def _is_number(text) -> bool:
-    try:
-        float(text)
-    except (TypeError, ValueError):
-        return False
-    return True
+    rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
+    return [row for row in rows if None not in row and None not in row.values() and row["step"]]
 
 
 # ======================================================================================================================
@@ -214,140 +194,108 @@ def _is_number(text) -> bool:
 class RaceStats:
     """Laps, episodes and reward parts of N cars, from the infos of a vector environment with same-step autoreset.
 
-    begin(infos) after a reset, step(infos) after every step, log(logger) after a rollout.
+    begin(infos) after a reset, step(infos) after every step; take() after a rollout gives what has happened, log() writes it.
 
     A lap is timed from line to line by step counts, per car. A lap that did not begin on the line (start="anywhere", or the
-    first one after it) has no time. With many cars all first episodes would end in the same tick, late; the environment can
-    cut them short at different times (`stagger`). Such an episode is counted as one that goes on to the limit at the reward
-    per tick it had, so that the means are neither late nor drawn toward short episodes; for the completion rate it counts if
-    it had half an episode's time for a lap.
+    first one after it) has no time. An episode that was cut (`stagger`, or a fault of the bridge) is counted as one that goes
+    on to the limit at the reward per tick it had, so that the means are neither late nor drawn toward short episodes. For the
+    completion rate it counts if it had half an episode's time for a lap.
     """
 
-    def __init__(self, num_cars: int, max_steps: int, starts_on_line: bool = True):
-        self.num_cars, self.max_steps, self.starts_on_line = num_cars, max_steps, starts_on_line
-        self.lap = np.ones(num_cars, np.int64)
-        self.checkpoint = np.zeros(num_cars, np.int64)
-        self.lap_began = np.full(num_cars, 0 if starts_on_line else -1, np.int64)  # step count; -1: not on the line
-        self.lapped = np.zeros(num_cars, bool)
-        self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, length it stands for)
-        self.best_lap_sec = float("inf")
-        self.total_laps = 0
-        self._clear()
+    ARRAYS = ("lap", "checkpoint", "lap_began", "lapped")
 
-    def _clear(self) -> None:
-        self.part_sums = dict.fromkeys(REWARD_PARTS, 0.0)
-        self.steps = 0
-        self.lap_times_sec: list[float] = []
-        self.ended = self.counted = self.completed = 0
+    def __init__(self, num_cars: int, max_steps: int, starts_on_line: bool = True):
+        self.num_cars, self.max_steps = num_cars, max_steps
+        self.first_lap_began = 0 if starts_on_line else -1  # step count; -1: not on the line
+        self.lap, self.checkpoint = np.ones(num_cars, np.int64), np.zeros(num_cars, np.int64)
+        self.lap_began, self.lapped = np.full(num_cars, self.first_lap_began, np.int64), np.zeros(num_cars, bool)
+        self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, length it stands for)
+        self.best_lap_sec = math.inf
+        self.take()
 
     def begin(self, infos: dict) -> None:
+        """All cars begin an episode."""
         self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
+        self.lap_began[:], self.lapped[:] = self.first_lap_began, False
 
     def step(self, infos: dict) -> None:
         ended = infos.get("_final_info")
-        self.steps += self.num_cars
+        self.rollout["steps"] += self.num_cars
         for part in REWARD_PARTS:
             if part in infos:
-                self.part_sums[part] += float(infos[part].sum())
+                self.rollout["parts"][part] += float(infos[part].sum())
             if ended is not None:
-                self.part_sums[part] += float(infos["final_info"][part].sum())
-        if ended is None:
-            lap, checkpoint, count = infos["lap"], infos["checkpoint"], infos["stepCount"]
-        else:  # where an episode ended, infos already speak of the next one
-            lap, checkpoint, count = (
-                np.where(ended, infos["final_info"][key], infos[key]) for key in ("lap", "checkpoint", "stepCount")
-            )
-        crossed = np.flatnonzero((checkpoint == 0) & (self.checkpoint != 0))
+                self.rollout["parts"][part] += float(infos["final_info"][part].sum())
+        now = final_infos(infos)
+        crossed = np.flatnonzero((now["checkpoint"] == 0) & (self.checkpoint != 0))
         if len(crossed):
-            self._cross_line(crossed, lap, count)
+            self._cross_line(crossed, now["lap"], now["stepCount"])
         if ended is not None:
             self._end_episodes(np.flatnonzero(ended), infos)
-            lap, checkpoint = infos["lap"], infos["checkpoint"]
-        self.lap, self.checkpoint = lap, checkpoint
+        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
 
     def _cross_line(self, cars, lap, count) -> None:
         whole = cars[(lap[cars] > self.lap[cars]) & (self.lap_began[cars] >= 0)]
-        times = (count[whole] - self.lap_began[whole]) / TICKS_PER_SECOND
-        self.lap_times_sec += times.tolist()
-        self.total_laps += len(whole)
-        self.best_lap_sec = min([self.best_lap_sec, *times.tolist()])
+        self.rollout["lap_times_sec"] += ((count[whole] - self.lap_began[whole]) / TICKS_PER_SECOND).tolist()
         self.lapped[whole] = True
         self.lap_began[cars] = count[cars]
-
-    def interrupt(self, infos: dict) -> None:
-        """All cars begin anew, infos from `reconnect()`: what they were doing counts as cut short."""
-        self._end_episodes(np.flatnonzero(infos["_episode"]), infos)
-        self.forget_episodes()
-        self.begin(infos)
 
     def _end_episodes(self, cars, infos) -> None:
         episode = infos["episode"]
         cut = episode.get("cut", np.zeros(self.num_cars, bool))
         for i in cars:
             ticks = int(episode["l"][i])
-            self.episodes.append((float(episode["r"][i]), ticks, self.max_steps if cut[i] else ticks))
-            self.ended += 1
+            if ticks:  # none if the bridge failed before the first tick
+                self.rollout["episodes"].append((float(episode["r"][i]), ticks, self.max_steps if cut[i] else ticks))
             if not cut[i] or ticks >= self.max_steps / 2:  # by its length, whatever happened in it
-                self.counted += 1
-                self.completed += int(self.lapped[i])
-        self.lapped[cars] = False
-        self.lap_began[cars] = 0 if self.starts_on_line else -1
+                self.rollout["counted"] += 1
+                self.rollout["completed"] += int(self.lapped[i])
+        self.lapped[cars], self.lap_began[cars] = False, self.first_lap_began
 
-    def news(self) -> dict:
-        """What happened since the last time, for the process that logs. (Here it is forgotten.)"""
-        names = ("part_sums", "steps", "lap_times_sec", "ended", "counted", "completed", "episodes")
-        news = {name: getattr(self, name) for name in names}
-        self.episodes = deque(maxlen=EPISODE_WINDOW)
-        self._clear()
-        return news
+    def take(self) -> dict:
+        """What has happened since the last time."""
+        rollout = getattr(self, "rollout", None)
+        self.rollout = {"steps": 0, "counted": 0, "completed": 0, "parts": dict.fromkeys(REWARD_PARTS, 0.0)}
+        self.rollout |= {"lap_times_sec": [], "episodes": []}
+        return rollout
 
-    def _take_in(self, news: dict) -> None:
-        for part, total in news["part_sums"].items():
-            self.part_sums[part] += total
-        for name in ("steps", "ended", "counted", "completed"):
-            setattr(self, name, getattr(self, name) + news[name])
-        self.lap_times_sec += news["lap_times_sec"]
-        self.total_laps += len(news["lap_times_sec"])
-        self.best_lap_sec = min([self.best_lap_sec, *news["lap_times_sec"]])
-        self.episodes.extend(news["episodes"])
-
-    def log(self, logger: MetricsLogger, others: Sequence[dict] = ()) -> None:
-        """Record the rollout and clear it, with the news of other processes. What did not happen is not logged: no laps, no
-        lap times."""
-        for news in others:
-            self._take_in(news)
-        for part, total in self.part_sums.items():
-            logger.record(f"reward/{part}", total / max(self.steps, 1))
-        if self.lap_times_sec:
-            logger.record("racer/mean_lap_time_sec", float(np.mean(self.lap_times_sec)))
-            logger.record("racer/best_lap_time_sec", min(self.lap_times_sec))
-        if self.ended:
-            logger.record("racer/episodes_this_rollout", self.ended)
-        if self.counted:
-            logger.record("racer/completion_rate", self.completed / self.counted)
+    def log(self, logger: MetricsLogger, rollouts: list[dict]) -> None:
+        """Record what take() gave in every process. What did not happen is not logged: no laps, no lap times."""
+        steps, counted, completed = (sum(r[name] for r in rollouts) for name in ("steps", "counted", "completed"))
+        laps, episodes = ([x for r in rollouts for x in r[name]] for name in ("lap_times_sec", "episodes"))
+        for part in REWARD_PARTS:
+            logger.record(f"reward/{part}", sum(r["parts"][part] for r in rollouts) / max(steps, 1))
+        if laps:
+            self.best_lap_sec = min(self.best_lap_sec, *laps)
+            logger.record("racer/mean_lap_time_sec", float(np.mean(laps)))
+            logger.record("racer/best_lap_time_sec", min(laps))
+        if counted:
+            logger.record("racer/completion_rate", completed / counted)
+        if episodes:
+            logger.record("racer/episodes_this_rollout", len(episodes))
+            self.episodes.extend(episodes)
         if self.episodes:
             returns, ticks, lengths = np.array(self.episodes).T
             logger.record("rollout/ep_rew_mean", (returns / ticks * lengths).mean())
             logger.record("rollout/ep_len_mean", lengths.mean())
-        self._clear()
 
     def get_state(self) -> dict[str, np.ndarray]:
         """For a checkpoint taken between rollouts."""
+        arrays = {name: getattr(self, name) for name in self.ARRAYS}
         episodes = np.array(self.episodes, dtype=np.float64).reshape(-1, 3)
-        totals = np.array([self.best_lap_sec, self.total_laps])
-        arrays = {name: getattr(self, name).copy() for name in ("lap", "checkpoint", "lap_began", "lapped")}
-        return {**arrays, "episodes": episodes, "totals": totals}
-
-    def forget_episodes(self) -> None:
-        """All cars begin anew, in the middle of whatever they were doing."""
-        self.lap_began[:] = 0 if self.starts_on_line else -1
-        self.lapped[:] = False
+        return {**arrays, "episodes": episodes, "best_lap_sec": self.best_lap_sec}
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
-        for name in ("lap", "checkpoint", "lap_began", "lapped"):
+        for name in self.ARRAYS:
             setattr(self, name, np.array(state[name]))
         self.episodes = deque((tuple(row) for row in state["episodes"].tolist()), maxlen=EPISODE_WINDOW)
-        self.best_lap_sec, self.total_laps = float(state["totals"][0]), int(state["totals"][1])
+        self.best_lap_sec = state["best_lap_sec"]
+
+
+def final_infos(infos: dict) -> dict:
+    """lap, checkpoint and step count after a tick. Where an episode ended, infos already speak of the next one."""
+    names, ended = ("lap", "checkpoint", "stepCount"), infos.get("_final_info")
+    return {n: infos[n] if ended is None else np.where(ended, infos["final_info"][n], infos[n]) for n in names}
 
 
 # ======================================================================================================================
@@ -367,6 +315,7 @@ class Episode:
     lap_ends: list[int] = dataclasses.field(default_factory=list)  # step counts
     from_line: bool = True
     best_known: int | None = None  # the best flying lap there is, in ticks
+    places: np.ndarray | None = dataclasses.field(default=None, compare=False)  # (length + 1, 4), with a render_mode
 
     @property
     def first_lap(self) -> int | None:
@@ -378,40 +327,50 @@ class Episode:
         return self.lap_ticks[1:] if self.from_line else self.lap_ticks
 
 
-def evaluate(agent, envs, tracks, seed: int | None = None) -> tuple[list[Episode], np.ndarray]:
-    """One episode of every car, without noise. -> episodes, and the actions given (ticks, N, 3)"""
+def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None) -> list[Episode]:
+    """One episode of every car. drive: observations (N, 14) -> inputs (N, 3)
+
+    A bridge that fails and comes back in the middle of it (see `retries`) makes it begin again.
+    """
     obs, infos = envs.reset(seed=seed)
-    on_line = envs.starts_on_line
-    episodes = [
-        Episode(track, from_line=on_line, best_known=best_lap_ticks(track, envs.config))
-        for track in (tracks[i % len(tracks)] for i in range(envs.num_envs))
-    ]
-    running, began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
-    lap, checkpoint, actions, drive = infos["lap"], infos["checkpoint"], [], agent.driver()
+    faults, on_line = envs.bridge_faults, envs.starts_on_line
+    names = [tracks[i % len(tracks)] for i in range(envs.num_envs)]
+    episodes = [Episode(t, from_line=on_line, best_known=best_lap_ticks(t, envs.config)) for t in names]
+    running, lap_began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
+    lap, checkpoint = infos["lap"], infos["checkpoint"]
     while running.any():
-        actions.append(drive(obs))
-        obs, rewards, terminated, truncated, infos = envs.step(actions[-1])
-        done = terminated | truncated
-        now = infos
-        if done.any():
-            now = {k: np.where(done, infos["final_info"][k], infos[k]) for k in ("lap", "checkpoint", "stepCount")}
+        obs, rewards, terminated, truncated, infos = envs.step(drive(obs))
+        if envs.bridge_faults > faults:
+            return evaluate(drive, envs, tracks, seed)
+        now = final_infos(infos)
         for i in np.flatnonzero(running & (now["checkpoint"] == 0) & (checkpoint != 0)):
-            if now["lap"][i] > lap[i] and began[i] >= 0:
-                episodes[i].lap_ticks.append(int(now["stepCount"][i] - began[i]))
+            if now["lap"][i] > lap[i] and lap_began[i] >= 0:
+                episodes[i].lap_ticks.append(int(now["stepCount"][i] - lap_began[i]))
                 episodes[i].lap_ends.append(int(now["stepCount"][i]))
-            began[i] = now["stepCount"][i]
+            lap_began[i] = now["stepCount"][i]
         for i in np.flatnonzero(running):
             episodes[i].reward += float(rewards[i])
             episodes[i].length += 1
+        for i in np.flatnonzero(running & (terminated | truncated)):
             episodes[i].terminated = bool(terminated[i])
+            episodes[i].places = envs.last_episode(i) if envs.render_mode else None
         lap, checkpoint = infos["lap"], infos["checkpoint"]
-        running &= ~done
-    return episodes, np.array(actions)
+        running &= ~(terminated | truncated)
+    return episodes
 
 
 def score(episodes: list[Episode]) -> float:
     """What `best.pt` is the best of: the mean reward. Slow laps, grass, walls and standing still all cost some."""
     return float(np.mean([episode.reward for episode in episodes]))
+
+
+def fastest_lap(episodes: list[Episode]) -> dict | None:
+    """The fastest lap of all episodes, with where its car was (ticks + 1, 4)."""
+    laps = [(t, end, e.track, e.places) for e in episodes for t, end in zip(e.lap_ticks, e.lap_ends, strict=True)]
+    if not laps:
+        return None
+    ticks, end, track, places = min(laps, key=lambda lap: lap[0])
+    return {"track_id": track, "places": None if places is None else places[end - ticks : end + 1]}
 
 
 def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
@@ -423,10 +382,13 @@ def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
     }
     if laps:
         metrics |= {"eval/mean_lap_time_sec": float(np.mean(laps)), "eval/best_lap_time_sec": min(laps)}
-    shares = [percent_of_best([episode]) for episode in episodes]
-    if any(shares):
-        metrics["eval/percent_of_best_lap"] = float(np.mean([share for share in shares if share is not None]))
-    return metrics
+    shares = [share for episode in episodes if (share := percent_of_best([episode])) is not None]
+    return metrics | ({"eval/percent_of_best_lap": float(np.mean(shares))} if shares else {})
+
+
+def best_lap_ticks(track: str, config: dict) -> int | None:
+    """The best flying lap known on a track of the game, of the kind that these rewards ask for."""
+    return BEST_LAP_TICKS["road" if config["weights"]["offTrackPenalty"] < 0 else "any"].get(track)
 
 
 def percent_of_best(episodes: list[Episode]) -> float | None:
@@ -470,121 +432,32 @@ def describe(result: dict) -> str:
     """A summary as a line of text."""
     if not result["laps"]:
         return f"{result['track']}: no lap, reward {result['mean_reward']:.3f}"
+    flying, best, first = (lap_time(result[f"{name}_lap_sec"]) for name in ("flying", "best", "first"))
     share = f", {result['percent_of_best']:.1f} % of the best known" if result["percent_of_best"] else ""
+    laps = f"{result['laps'] / result['episodes']:g} laps an episode"
     return (
-        f"{result['track']}: flying lap {lap_time(result['flying_lap_sec'])} (best {lap_time(result['best_lap_sec'])}{share}), "
-        f"first lap {lap_time(result['first_lap_sec'])}, {result['laps'] / result['episodes']:g} laps an episode, "
+        f"{result['track']}: flying lap {flying} (best {best}{share}), first lap {first}, {laps}, "
         f"reward {result['mean_reward']:.3f}"
     )
 
 
-def best_lap_ticks(track: str, config: dict) -> int | None:
-    """The best flying lap known on a track of the game, of the kind that these rewards ask for."""
-    return BEST_LAP_TICKS["road" if config["weights"]["offTrackPenalty"] < 0 else "any"].get(track)
-
-
 # ======================================================================================================================
-# 4  Pictures
+# 4  The terminal
 # ======================================================================================================================
 
-# The colours of speed, from slow to fast.
-SPEED_COLOURS = np.array(
-    [(68, 40, 130), (47, 108, 178), (31, 161, 135), (140, 205, 70), (253, 231, 37), (255, 130, 40)]
-)
-GIF_FRAME_TICKS = 3  # 50 ms: a GIF counts in hundredths of a second
-GIF_SECONDS_MOST = 20
+
+def say(text: str, end: str = "\n", to: str = "stdout") -> None:
+    """Print. Where that fails (`| head` has gone, the disk under a log is full), stay silent: it must not end the run."""
+    try:
+        print(text, end=end, file=getattr(sys, to), flush=True)
+    except RuntimeError:  # a signal has come in the middle of another print
+        pass
+    except (OSError, ValueError):  # ValueError: it is closed
+        setattr(sys, to, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
 
 
-def speed_colour(share: float) -> tuple[int, int, int]:
-    place = min(max(share, 0.0), 1.0) * (len(SPEED_COLOURS) - 1)
-    low = min(int(place), len(SPEED_COLOURS) - 2)
-    colour = SPEED_COLOURS[low] + (SPEED_COLOURS[low + 1] - SPEED_COLOURS[low]) * (place - low)
-    return tuple(int(c) for c in colour)
-
-
-def speed_scale(speeds) -> tuple[float, float]:
-    """From the slowest to the fastest, but wide enough that a lap at full speed does not look like one with corners."""
-    fastest = float(np.max(speeds))
-    return min(float(np.min(speeds)), fastest - 40.0), fastest
-
-
-def racing_line(painter, positions, speeds, title: str) -> np.ndarray:
-    """A lap on its track, coloured by speed. -> (H, W, 3) uint8
-
-    painter draws the track (racer_env.Painter): canvas() gives an image at twice the size and a pen, to_pixels() a place.
-    """
-    image, pen = painter.canvas()
-    way = painter.to_pixels(positions)
-    slowest, fastest = speed_scale(speeds)
-    shares = (np.asarray(speeds) - slowest) / (fastest - slowest)
-    for i in range(len(way) - 1):
-        pen.line((*way[i], *way[i + 1]), fill=speed_colour(shares[i]), width=7)
-    _caption(painter, image, pen, title, slowest, fastest)
-    return np.asarray(image.reduce(painter.SCALE))
-
-
-def _caption(painter, image, pen, title: str, slowest: float, fastest: float) -> None:
-    """Title and the scale of speeds in the emptiest corner: the one farthest from the track."""
-    from PIL import ImageFont
-
-    big, small = ImageFont.load_default(size=34), ImageFont.load_default(size=24)
-    width, height = image.size
-    box_width, box_height = 470, 120
-    walls = np.array(painter.to_pixels(np.concatenate([painter.track.outer, painter.track.inner])))
-    middle = painter.track.position(np.linspace(0, painter.track.length, 200))
-    road = np.concatenate([walls, np.array(painter.to_pixels(middle))])
-    places = [
-        (x, y)
-        for x in np.linspace(12, width - box_width - 12, 12)
-        for y in np.linspace(12, height - box_height - 12, 12)
-    ]
-    x, y = max(places, key=lambda p: _gap(road, p, box_width, box_height))
-    pen.text((x, y), title, fill=(255, 255, 255), font=big, stroke_width=2, stroke_fill=(24, 24, 26))
-    bar = np.linspace(0, 1, 300)
-    for i, share in enumerate(bar):
-        pen.line((x + i, y + 56, x + i, y + 74), fill=speed_colour(share))
-    label = f"{slowest:.0f} to {fastest:.0f} units/s"
-    pen.text((x, y + 82), label, fill=(255, 255, 255), font=small, stroke_width=2, stroke_fill=(24, 24, 26))
-
-
-def _gap(points, corner, width: float, height: float) -> float:
-    """How far the nearest point is from a box."""
-    dx = np.maximum(np.maximum(corner[0] - points[:, 0], points[:, 0] - corner[0] - width), 0)
-    dy = np.maximum(np.maximum(corner[1] - points[:, 1], points[:, 1] - corner[1] - height), 0)
-    return float(np.hypot(dx, dy).min())
-
-
-def lap_replay(painter, positions, headings, speeds) -> bytes:
-    """A lap as an animated GIF in real time: the car drives, its line stays behind it. -> the encoded file"""
-    from PIL import Image
-
-    image, pen = painter.canvas()
-    way = painter.to_pixels(positions)
-    slowest, fastest = speed_scale(speeds)
-    shares = (np.asarray(speeds) - slowest) / (fastest - slowest)
-    every = max(GIF_FRAME_TICKS, -(-len(way) // (GIF_SECONDS_MOST * TICKS_PER_SECOND // GIF_FRAME_TICKS)))
-    frames, palette = [], None
-    for end in range(every, len(way), every):
-        for i in range(end - every, end):
-            pen.line((*way[i], *way[i + 1]), fill=speed_colour(shares[i]), width=7)
-        frame = image.copy()
-        painter.paint_car(frame, *positions[end], headings[end])
-        frame = frame.reduce(painter.SCALE)
-        if palette is None:  # one palette for all, of the track with every colour of speed on it
-            swatches = frame.copy()
-            for i in range(64):
-                swatches.paste(speed_colour(i / 63), (i * 4, 0, i * 4 + 4, 8))
-            palette = swatches.quantize(128)
-        frames.append(frame.quantize(palette=palette, dither=Image.Dither.NONE))
-    out = io.BytesIO()
-    duration_ms = round(1000 * every / TICKS_PER_SECOND / 10) * 10
-    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=duration_ms, loop=0)
-    return out.getvalue()
-
-
-# ======================================================================================================================
-# 5  The terminal
-# ======================================================================================================================
+def warn(text: str) -> None:
+    say(text, to="stderr")
 
 
 class Clock:
@@ -592,42 +465,12 @@ class Clock:
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
-        self._stack: list[tuple[str, float]] = []
 
-    def __call__(self, name: str) -> Clock:
-        self._stack.append((name, time.perf_counter()))
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        name, began = self._stack.pop()
+    @contextlib.contextmanager
+    def __call__(self, name: str):
+        began = time.perf_counter()
+        yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
-
-
-class Nowhere(io.TextIOBase):
-    """Where print goes when nobody is listening."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-
-def say(text: str, end: str = "\n", to: str = "stdout") -> None:
-    """Print. Where that fails (`| head` has gone, the terminal too, the log's disk is full) be silent from then on: it must not
-    end the run."""
-    stream = getattr(sys, to)
-    letters = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        print(text.encode(letters, "replace").decode(letters), end=end, file=stream or Nowhere(), flush=True)
-    except RuntimeError:  # a signal has come in the middle of another print
-        pass
-    except (OSError, ValueError):  # ValueError: it is closed
-        setattr(sys, to, Nowhere())
-
-
-def warn(text: str) -> None:
-    say(text, to="stderr")
 
 
 class Progress:
@@ -640,26 +483,790 @@ class Progress:
         self.live = sys.stdout is not None and sys.stdout.isatty()
         self._next_line, self._next_refresh = first_step, 0.0
 
-    def show(self, steps: int, stats: RaceStats, metrics: dict) -> None:
+    def show(self, steps: int, best_lap_sec: float, metrics: dict) -> None:
         now = time.perf_counter()
         if now < self._next_refresh if self.live else steps < self._next_line:
             return
         self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
         rate = (steps - self.first_step) / max(now - self.began, 1e-9)
         left = round(max(self.total - steps, 0) / max(rate, 1e-9))
-        lap = "no lap yet" if math.isinf(stats.best_lap_sec) else f"best lap {stats.best_lap_sec:.2f} s"
+        lap = "no lap yet" if math.isinf(best_lap_sec) else f"best lap {best_lap_sec:.2f} s"
         share = metrics.get("racer/completion_rate")
         completion = "" if share is None else f"  {share:4.0%} lapped"
-        done = min(steps / self.total, 1)
-        text = f"{steps:>11,} steps {done:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left  {lap}{completion}"
-        if self.live:
-            width = shutil.get_terminal_size().columns - 1
-            say(f"\r{text[:width]:<{width}}", end="")
-        else:
-            say(text)
+        text = (
+            f"{steps:>11,} steps {min(steps / self.total, 1):4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left"
+        )
+        self.say(f"{text}  {lap}{completion}", end="" if self.live else "\n")
 
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        if self.live:
-            text = f"\r{text:<{shutil.get_terminal_size().columns - 1}}"
-        say(text)
+    def say(self, text: str, end: str = "\n") -> None:
+        """A line that stays, unless it has no end."""
+        width = shutil.get_terminal_size().columns - 1
+        say(f"\r{text[: None if end else width]:<{width}}" if self.live else text, end)
+
+
+# ======================================================================================================================
+# 5  Processes: this one alone, or as many as torchrun has started, on one machine or several (gloo)
+# ======================================================================================================================
+
+_store: dist.Store | None = None  # torchrun's memory, which lasts when it starts the processes again
+_group = None  # of all processes
+
+
+class ProcessError(RuntimeError):
+    """Another process of the run has died, or does not answer any more."""
+
+
+def world_size() -> int:
+    """How many processes train together."""
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def rank() -> int:
+    """Which of them this is. The first one, 0, evaluates, logs and writes."""
+    return int(os.environ.get("RANK") or 0) if world_size() > 1 else 0
+
+
+def init_processes() -> None:
+    """Meet the other processes of torchrun, if there are any."""
+    global _store
+    if world_size() == 1:
+        return
+    env, timeout = os.environ, timedelta(seconds=ANSWER_TIMEOUT_S)
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]:
+        raise ValueError(
+            f"WORLD_SIZE is {world_size()}, but {', '.join(missing)} is not set; start several processes with torchrun, "
+            "or unset WORLD_SIZE"
+        )
+    is_master = rank() == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    with _others_must_answer():
+        _store = dist.TCPStore(*address, is_master=is_master, timeout=timeout, use_libuv=sys.platform != "win32")
+        # After a restart the store still holds the addresses of dead processes, so every attempt has a part of its own.
+        attempt = dist.PrefixStore(f"attempt-{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", _store)
+        dist.init_process_group("gloo", store=attempt, rank=rank(), world_size=world_size(), timeout=timeout)
+
+
+def wait_longer(seconds: float) -> None:
+    """From here on, give other processes so much more time to answer: one may be waiting for its bridge."""
+    global _group
+    if dist.is_initialized():
+        _group = dist.new_group(timeout=timedelta(seconds=ANSWER_TIMEOUT_S + seconds))
+
+
+@contextlib.contextmanager
+def _others_must_answer():
+    try:
+        yield
+    except RuntimeError as error:
+        raise ProcessError(
+            f"process {rank()} of {world_size()}: another one of this run has died or does not answer "
+            f"({str(error).strip()[:160]})"
+        ) from error
+
+
+def all_gather(value) -> list:
+    """The value of every process, in order. If one sends an exception, all raise it."""
+    values = [value]
+    if dist.is_initialized():
+        values *= world_size()
+        with _others_must_answer():
+            dist.all_gather_object(values, value, group=_group)
+    for error in values:
+        if isinstance(error, Exception):
+            error.shared = True
+            raise error
+    return values
+
+
+def from_first(function: Callable, *arguments):
+    """Only the first process calls the function; all get its result, or its error."""
+    outcome = None
+    if rank() == 0:
+        try:
+            outcome = function(*arguments)
+        except (BridgeError, ValueError, OSError) as error:
+            outcome = error
+    return all_gather(outcome)[0]
+
+
+def average_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Between backward() and step(): every process goes on with the mean of all gradients."""
+    if dist.is_initialized():
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        with _others_must_answer():
+            dist.all_reduce(flat, group=_group)
+        parts = (flat / world_size()).split([gradient.numel() for gradient in gradients])
+        for gradient, mean in zip(gradients, parts, strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def make_generator(seed: int) -> torch.Generator:
+    """Random numbers of this process alone."""
+    return torch.Generator().manual_seed(seed + RANK_SEED_STRIDE * rank())
+
+
+def leave(code: int) -> None:
+    """End the process at once. Python's own clean-up would take half a second, and threads of gloo can abort it."""
+    if code in (
+        0,
+        EXIT_BRIDGE,
+        EXIT_INTERRUPTED,
+        EXIT_TERMINATED,
+    ):  # all know; torchrun ends all as soon as one has failed
+        with contextlib.suppress(RuntimeError):
+            all_gather(None)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+# ======================================================================================================================
+# 6  Files: checkpoints and the run folder
+# ======================================================================================================================
+
+
+def pack(value):
+    """NumPy arrays as tensors, through dicts and lists: a file of tensors and plain values loads without running code."""
+    if isinstance(value, dict):
+        return {key: pack(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [pack(item) for item in value]
+    if isinstance(value, np.ndarray) and value.dtype == np.uint64:  # older versions of torch cannot save these
+        return {"uint64": torch.from_numpy(value.view(np.int64).copy())}
+    return {"array": torch.from_numpy(value.copy())} if isinstance(value, np.ndarray) else value
+
+
+def unpack(value):
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {"uint64"}:
+        return value["uint64"].numpy().view(np.uint64)
+    return value["array"].numpy() if set(value) == {"array"} else {key: unpack(item) for key, item in value.items()}
+
+
+def write_checkpoint(path: Path, checkpoint: dict) -> bool:
+    """The whole file or none: a full disk costs neither the run nor the file that is there. -> whether it worked"""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    buffer = io.BytesIO()
+    torch.save(pack(checkpoint), buffer)
+    try:
+        with temporary.open("wb") as file:
+            file.write(buffer.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        warn(
+            f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
+            "Make room and training will try again."
+        )
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return True
+
+
+def load_checkpoint(path: str | Path, algorithm: str, prefer: str = "checkpoint.pt") -> dict:
+    """A checkpoint from a file or a run folder. No code in it is run. ValueError if it is not one of this algorithm."""
+    path = Path(path)
+    if path.is_dir():
+        found = [path / name for name in (prefer, "checkpoint.pt", "best.pt") if (path / name).exists()]
+        if not found:
+            raise ValueError(f"the folder {path} holds no checkpoint (yet); give a run folder or a .pt file")
+        path = found[0]
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder, e.g. runs/NAME")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds: truncated, no checkpoint at all, a pickle with code in it
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        raise ValueError(
+            f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. "
+            f"Take another, e.g. the run folder's {'checkpoint.pt' if path.name == 'best.pt' else 'best.pt'}"
+        ) from error
+    if not isinstance(checkpoint, dict) or "algorithm" not in checkpoint:
+        raise ValueError(f"{path} is a file of torch, but not a checkpoint of {algorithm}_racer.py")
+    if checkpoint["algorithm"] != algorithm:
+        other = f"{checkpoint['algorithm']}_racer.py"
+        raise ValueError(f"{path} is a checkpoint of {other}; load it with that")
+    if checkpoint.get("format") != CHECKPOINT_FORMAT or not {"args", "parts", "config", "run"} <= set(checkpoint):
+        raise ValueError(
+            f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}: another version wrote it. "
+            "Use that version, or train anew"
+        )
+    return unpack(checkpoint)
+
+
+def plain_settings(args) -> dict:
+    """Args as plain values for a checkpoint or JSON. Files by their full path, so that a run can go on from elsewhere."""
+    settings = {}
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, Path):
+            value = str(value.resolve()) if value != field.default else None
+        if isinstance(value, tuple):
+            value = [str(Path(v).resolve()) if v.lower().endswith(".json") else v for v in value]
+        if field.name not in NOT_SETTINGS and value is not None:
+            settings[field.name] = value
+    return settings
+
+
+def saved_args(Args, settings: dict):
+    """The settings of a checkpoint. A flag that is newer than the checkpoint has its default; one that is gone is named."""
+    fields = {field.name: field.default for field in dataclasses.fields(Args)}
+    if gone := sorted(set(settings) - set(fields)):
+        warn(f"the checkpoint has settings that this program does not know, and goes on without: {', '.join(gone)}")
+    kept = {name: value for name, value in settings.items() if name in fields}
+    return Args(**{n: type(fields[n])(v) if isinstance(fields[n], (Path, tuple)) else v for n, v in kept.items()})
+
+
+def make_run_folder(algorithm: str, args) -> Path:
+    """runs/NAME with the settings, the versions and the commit that made it."""
+    tracks = "-".join(Path(track).stem for track in args.track_id)
+    name = args.run_name or f"{algorithm}-{tracks}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if Path(name).name != name or name == "..":
+        raise ValueError(f"--run-name is {name!r}, which is a path; give a name, and the folder above it as --run-dir")
+    folder, number = args.run_dir / name, 2
+    while not args.run_name and folder.exists():
+        folder, number = args.run_dir / f"{name}-{number}", number + 1
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0  # in the folder that the first attempt made
+    if folder.is_dir() and any(folder.iterdir()) and not again:
+        go_on = f"go on with it (--resume {folder}), or " if (folder / "checkpoint.pt").exists() else ""
+        raise ValueError(f"{folder} is not empty; {go_on}give another --run-name")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "args.json").write_text(json.dumps({"args": plain_settings(args), **provenance()}, indent=2))
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); choose another --run-dir") from error
+    return folder
+
+
+def provenance() -> dict:
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    versions |= {"gymnasium": gymnasium.__version__, "system": platform.platform()}
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        here = Path(__file__).resolve().parent
+        commit = subprocess.run(git, cwd=here, capture_output=True, text=True, timeout=5).stdout.strip() or None
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {"command": command, "commit": commit, "versions": versions, "processes": world_size()}
+
+
+# ======================================================================================================================
+# 7  Run
+# ======================================================================================================================
+
+
+class Run:
+    """One training run, new or resumed: `with Run("ppo", args, envs, parts) as run: while not run.done: ...`
+
+    `parts` names all that a checkpoint holds. An object with `state_dict` is the same in all processes. One with `get_state`
+    belongs to a process, and is saved as a list with an entry per process. Saving and restoring read the same dict.
+
+    Ctrl+C and SIGTERM ask for an orderly end: the iteration is finished, a checkpoint written. A second Ctrl+C ends at once.
+    """
+
+    def __init__(self, algorithm: str, args, envs: RacerVectorEnv, parts: dict):
+        self.algorithm, self.args, self.envs, self.clock = algorithm, args, envs, Clock()
+        self.stats = RaceStats(envs.num_envs, envs.config["episode"]["maxSteps"], envs.starts_on_line)
+        self.parts = {**parts, "stats": self.stats}
+        self.steps = self._steps_before = 0
+        self.best = {"score": -math.inf, "step": 0, "episodes": [], "lap": None}
+        self.published_beaten: dict | None = None
+        self.metrics: dict[str, float] = {}
+        self.saved = True
+        self.stopped: int | None = None  # the signal that stops all processes
+        self._signal: int | None = None  # the one that has come here
+        self.seconds_before, self._began = 0.0, time.perf_counter()
+
+    def __enter__(self) -> Run:
+        args = self.args
+        if args.resume is None:
+            self.stats.begin(self.envs.reset(seed=args.seed)[1])
+            self.folder = from_first(make_run_folder, self.algorithm, args)
+        else:
+            self._restore(from_first(load_checkpoint, args.resume, self.algorithm))
+            self.folder = args.resume.parent if args.resume.suffix == ".pt" else args.resume
+        for part in self.parts.values():
+            if isinstance(part, torch.nn.Module):  # other machines may round otherwise
+                part.load_state_dict(from_first(part.state_dict))
+        from_first(self._open)
+        self._handlers = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError):  # not in the main thread: somebody else has the signals
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def _restore(self, checkpoint: dict) -> None:
+        if checkpoint["config"] != self.envs.config:
+            raise ValueError(
+                f"the rewards or limits in {self.args.config_path} are not those that the run began with "
+                f"({json.dumps(checkpoint['config'])}); put them back, or start a new run"
+            )
+        try:
+            processes = len(checkpoint["parts"]["stats"])
+            for name, part in self.parts.items():
+                saved = checkpoint["parts"].get(name)
+                if saved is None:
+                    say(f"the checkpoint holds no {name}: the run goes on with a new one, and not bit for bit")
+                elif hasattr(part, "state_dict"):
+                    part.load_state_dict(saved)
+                elif processes == world_size():
+                    part.set_state(saved[rank()])
+                elif name == "scaler":
+                    part.set_state(saved[0])
+            for name, value in checkpoint["run"].items():
+                setattr(self, name, value)
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            raise ValueError(f"the checkpoint does not fit this program or its settings: {error}") from error
+        if processes != world_size() and rank() == 0:
+            say(
+                f"going on with {world_size()} instead of {processes} processes: the cars begin anew, and not bit for bit"
+            )
+        if processes != world_size() or self.envs.get_state() is None:
+            self.stats.begin(self.envs.reset(seed=self.args.seed + self.steps)[1])
+
+    def _open(self) -> None:
+        """In the first process: what evaluates, logs and shows."""
+        args, resumed = self.args, self.args.resume is not None
+        known = not args.bridge_url or set(args.track_id) <= set(TRACKS)
+        self.eval_envs = RacerVectorEnv(
+            len(args.track_id), args.track_id, args.config_path, args.bridge_url[:1] or None,
+            render_mode="rgb_array" if known else None, retries=args.bridge_retries,
+        )  # fmt: skip
+        for leftover in self.folder.glob("*.pt.*.tmp"):  # of a run that was killed while it wrote
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        self.logger = MetricsLogger(self.folder, self.steps if resumed else None, tensorboard=args.tensorboard)
+        rows = [f"| {name} | {value} |" for name, value in plain_settings(args).items()]
+        self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
+        self.terminal = Progress(args.total_timesteps, self.steps)
+        where = f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
+        processes = f", {world_size()} processes" if world_size() > 1 else ""
+        going_on = f", going on from step {self.steps:,}" if resumed else ""
+        self.terminal.say(
+            f"{self.folder}: {args.num_envs} cars on {', '.join(args.track_id)}{where}{processes}{going_on}"
+        )
+
+    def _on_signal(self, number, _frame) -> None:
+        if self._signal == number and world_size() == 1:
+            raise KeyboardInterrupt
+        if self._signal is None and rank() == 0:
+            warn("\nstopping: finishing this update, then saving (once more to stop at once)")
+        self._signal = self._signal or number
+        self.envs.retries = 0
+
+    # -- what the training loop asks for -------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        return self.steps >= self.args.total_timesteps
+
+    @property
+    def done(self) -> bool:
+        """Finished, or stopped by a signal."""
+        return self.finished or self.stopped is not None
+
+    @property
+    def progress(self) -> float:
+        """How much of the run is behind it, from 0 to 1."""
+        return min(self.steps / self.args.total_timesteps, 1.0)
+
+    @property
+    def seconds(self) -> float:
+        """How long the run has taken, all sessions together."""
+        return self.seconds_before + time.perf_counter() - self._began
+
+    def due(self, every: int) -> bool:
+        """Whether the last iteration went past a multiple of so many steps, or was the last."""
+        return self.finished or self.steps // every > self._steps_before // every
+
+    def advance(self, steps: int, metrics: dict[str, float]) -> None:
+        """An iteration is over. Learning that has blown up ends the run here, before it reaches a checkpoint."""
+        self._steps_before, self.steps, self.metrics = self.steps, self.steps + steps, metrics
+        wrong = [f"{name} has become {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        for part in self.parts.values():
+            if isinstance(part, torch.nn.Module):
+                finite = {name: bool(torch.isfinite(w).all()) for name, w in part.state_dict().items()}
+                wrong += [f"the weights {name} have become infinite or NaN" for name in finite if not finite[name]]
+        if wrong:
+            raise FloatingPointError(f"{wrong[0]} at step {self.steps:,}")
+
+    def evaluate(self, drive: Callable) -> None:
+        """An episode per track from the grid, without noise. The best driver so far is saved as best.pt."""
+        with self.clock("evaluation"):
+            better = from_first(self._evaluate, drive)
+        if better is not None:
+            before, self.best = self.best, better
+            if not self.save("best.pt"):
+                self.best = before
+
+    def _evaluate(self, drive: Callable) -> dict | None:
+        episodes = evaluate(drive, self.eval_envs, self.args.track_id)
+        for name, value in eval_metrics(episodes).items():
+            self.logger.record(name, value)
+        for episode in episodes:
+            self.terminal.say(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {describe(summarize([episode]))}")
+            mark = PUBLISHED_LAP_TICKS.get(episode.track)
+            if mark and self.published_beaten is None and (ticks := min(episode.flying_laps, default=mark)) < mark:
+                lap = {"track": episode.track, "ticks": ticks}
+                self.published_beaten = {**lap, "steps": self.steps, "seconds": self.seconds}
+        if score(episodes) <= self.best["score"]:
+            return None
+        results, lap = [summarize([episode]) for episode in episodes], fastest_lap(episodes)
+        self._draw(lap)
+        return {"score": score(episodes), "step": self.steps, "episodes": results, "lap": lap}
+
+    def _draw(self, lap: dict | None, replay: bool = False) -> None:
+        """A lap as a racing line or as a replay, to TensorBoard and the run folder. A picture is never a reason to stop."""
+        if lap is None or lap["places"] is None:
+            return
+        try:
+            from racer_view import draw_lap, save_picture
+
+            picture = draw_lap(**lap, replay=replay)
+            if replay:
+                self.logger.animation("eval/replay", picture, self.steps)
+                (self.folder / "replay.gif").write_bytes(picture)
+            else:
+                self.logger.picture("eval/racing_line", picture, self.steps)
+                save_picture(self.folder / "racing_line.png", picture)
+        except Exception as error:  # no Pillow, no room
+            warnings.warn(f"no picture of the best lap ({error!r}); training goes on", stacklevel=2)
+
+    def log(self) -> None:
+        """A row of metrics. And every process hears whether one of them was told to stop."""
+        own = {"metrics": self.metrics, "rollout": self.stats.take(), "signal": self._signal}
+        everyone = all_gather({**own, "faults": self.envs.bridge_faults})
+        self.stopped = next((process["signal"] for process in everyone if process["signal"]), None)
+        if rank() > 0:
+            return
+        with self.clock("logging"):
+            self.stats.log(self.logger, [process["rollout"] for process in everyone])
+            for name in self.metrics:
+                self.logger.record(name, np.mean([process["metrics"][name] for process in everyone]))
+            if self.args.bridge_url:
+                self.logger.record("racer/bridge_faults", sum(process["faults"] for process in everyone))
+            self.logger.record("time/fps", self.steps / self.seconds)
+            for name, seconds in self.clock.seconds.items():
+                self.logger.record(f"time/{name}_sec", seconds)
+            self.terminal.show(self.steps, self.stats.best_lap_sec, self.logger.dump(self.steps))
+
+    def save(self, name: str = "checkpoint.pt") -> bool:
+        """The whole run as one file. -> whether it is on the disk"""
+        with self.clock("checkpoints"):
+            parts = {
+                name: part.state_dict() if hasattr(part, "state_dict") else all_gather(part.get_state())
+                for name, part in self.parts.items()
+            }
+            run = {"steps": self.steps, "seconds_before": self.seconds, "best": self.best}
+            checkpoint = {
+                "algorithm": self.algorithm,
+                "format": CHECKPOINT_FORMAT,
+                "args": plain_settings(self.args),
+                "config": self.envs.config,
+                "parts": parts,
+                "run": {**run, "published_beaten": self.published_beaten},
+            }
+            self.saved = from_first(write_checkpoint, self.folder / name, checkpoint)
+            if self.saved and _store is not None and name == "checkpoint.pt":
+                _store.set("saved", str(self.folder.resolve()))  # for torchrun's next attempt
+        return self.saved
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def __exit__(self, _kind, error, _traceback) -> None:
+        if error is not None:
+            error.folder = self.folder
+        if isinstance(error, BridgeError):
+            if not getattr(error, "shared", False):  # the others wait in an all_gather for what was driven
+                with contextlib.suppress(BridgeError):
+                    all_gather(error)
+            self.save()  # as after the last update; what was driven since is lost
+        self.envs.close()
+        if rank() == 0:
+            self.eval_envs.close()
+            self.logger.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def report(self) -> dict:
+        """The summary: what was reached, where it is, what to type next."""
+        args, folder, clock = self.args, self.folder, self.clock.seconds
+        reached = {"run_folder": str(folder), "steps": self.steps, "finished": self.finished, "signal": self.stopped}
+        if rank() > 0:
+            return {**reached, "saved": self.saved}
+        if self.finished:
+            self._draw(self.best["lap"], replay=True)
+        total, driven = sum(clock.values()), self.steps - self.terminal.first_step
+        rate = driven / max(total - clock.get("evaluation", 0.0), 1e-9)
+        if not driven:
+            say(
+                f"\nnothing to do: the run is at {self.steps:,} of {args.total_timesteps:,} steps; --total-timesteps extends it"
+            )
+        how = "done" if self.finished else "stopped"
+        say(f"\n\n{how}: {self.steps:,} steps in {self.seconds:.1f} s, {rate:,.0f} steps/s without evaluation")
+        shares = sorted(clock.items(), key=lambda item: -item[1])
+        say("time      " + ", ".join(f"{name} {s:.1f} s ({s / max(total, 1e-9):.0%})" for name, s in shares))
+        if self.best["episodes"]:
+            say(f"best      at step {self.best['step']:,}")
+            for result in self.best["episodes"]:
+                say(f"          {describe(result)}")
+        if beaten := self.published_beaten:
+            mark, lap = (ticks / TICKS_PER_SECOND for ticks in (PUBLISHED_LAP_TICKS[beaten["track"]], beaten["ticks"]))
+            when = f"after {beaten['seconds']:.1f} s, at {beaten['steps']:,} steps"
+            say(f"          first lap under the published driver's {mark:.3f} s: {lap:.3f} s, seen {when}")
+        files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line.png", "replay.gif")
+        there = [name for name in files if (folder / name).exists()]
+        say(f"files     {folder}: {', '.join(there)}")
+        if not self.finished:
+            say(f"go on     {command()} --resume {shlex.quote(str(folder))}")
+        if "best.pt" in there:
+            say(f"evaluate  python {shlex.quote(sys.argv[0])} --evaluate {shlex.quote(str(folder / 'best.pt'))}")
+        say(f"look      tensorboard --logdir {shlex.quote(str(folder.parent))}")
+        reached |= {"saved": self.saved, "seconds": self.seconds, "steps_per_sec": rate, "clock": clock}
+        return {**reached, "best": self.best, "published_beaten": self.published_beaten}
+
+
+# ======================================================================================================================
+# 8  Command line
+# ======================================================================================================================
+
+
+def _count(words: list[str]) -> int:
+    value = float(words[0].replace("_", ""))
+    if value != int(value) or value < 1:
+        raise ValueError(f"{words[0]} is not a whole number, 1 or more, like 2000000, 2_000_000 or 2e6")
+    return int(value)
+
+
+# A number of steps, cars or the like, as an annotation in Args.
+Count = Annotated[
+    int,
+    tyro.constructors.PrimitiveConstructorSpec(
+        1, "N", _count, is_instance=lambda value: isinstance(value, int), str_from_instance=lambda value: [str(value)]
+    ),
+]
+
+
+def make_envs(args) -> RacerVectorEnv:
+    """This process's share of the cars."""
+    size, place, urls = world_size(), rank(), args.bridge_url
+    cars, tracks = args.num_envs // size, len(args.track_id)
+    if args.num_envs % size or cars < tracks:
+        raise ValueError(
+            f"--num-envs is {args.num_envs}; it must be a multiple of the number of processes ({size}), "
+            f"and give each a car on every track ({tracks})"
+        )
+    envs = failure = None
+    try:
+        envs = RacerVectorEnv(
+            cars, args.track_id, args.config_path, (urls[place::size] or urls[place % max(len(urls), 1) :][:1]) or None,
+            args.start, retries=args.bridge_retries, stagger=True, first_car=place * cars,
+        )  # fmt: skip
+    except BridgeError as error:
+        failure = error
+    all_gather(failure)
+    return envs
+
+
+def words_after(argv: list[str], flag: str) -> list[str]:
+    """The values of a flag on a command line."""
+    words = argv[argv.index(flag) + 1 :] if flag in argv else []
+    end = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    return words[:end]
+
+
+def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], doc: str = ""):
+    """The command line as Args. A first look at it chooses the defaults, tyro reads the rest."""
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    saved = next((flag for flag in ("--resume", "--evaluate", "--checkpoint") if words_after(argv, flag)), None)
+    changes = {}
+    if saved:
+        prefer = "checkpoint.pt" if saved == "--resume" else "best.pt"
+        preset = saved_args(Args, from_first(load_checkpoint, words_after(argv, saved)[0], algorithm, prefer)["args"])
+        if saved != "--resume":
+            changes = {"start": "grid", "bridge_url": ()}
+    else:
+        preset, cars = Args(), "".join(words_after(argv, "--num-envs"))
+        if "--bridge-url" in argv or (cars.isdecimal() and int(cars) <= FEW_CARS):
+            changes = presets["slow game"]
+        if len(words_after(argv, "--track-id")) > 1:
+            changes = {**changes, **presets["several tracks"]}
+        if "--bridge-url" in argv:
+            changes = {**changes, "start": "grid"}  # the game has no other
+    preset = dataclasses.replace(preset, **changes)
+    if {"-h", "--help"} & set(argv):
+        say(help_text(Args, preset, doc))
+        leave(0)
+    args = tyro.cli(Args, args=argv, default=preset)
+    for field in dataclasses.fields(args) if saved == "--resume" else ():
+        new, old = getattr(args, field.name), getattr(preset, field.name)
+        if new != old and field.name not in MAY_CHANGE:
+            raise ValueError(
+                f"--{field.name.replace('_', '-')} is {new}, but the run to resume has {old}, and that cannot change; "
+                "leave it out, or start a new run"
+            )
+    return args
+
+
+def help_text(Args, preset, doc: str) -> str:
+    """One line a flag, in the groups of Args, with the default that holds for this command line."""
+    lines, name = doc.split("\n\n")[:2], None
+    for line in inspect.getsource(Args).splitlines():
+        if group := re.match(r"    # -- (.*)", line):
+            lines += ["", f"{group[1]}:"]
+        elif field := re.match(r"    (\w+): .* = ", line):
+            name = field[1]
+        elif (text := re.match(r'    """(.*)"""', line)) and name:
+            value, flag = getattr(preset, name), name.replace("_", "-")
+            if isinstance(value, bool):
+                flag, value = f"[no-]{flag}", "yes" if value else "no"
+            elif isinstance(value, (tuple, Path, int)):
+                value = {tuple: lambda v: " ".join(v), int: "{:,}".format}.get(type(value), lambda v: v.name)(value)
+            lines.append(f"  --{flag:<20} {text[1]}" + (f" ({value})" if value not in (None, "") else ""))
+            name = None
+    return "\n".join(lines)
+
+
+def command() -> str:
+    """How this program was started, for telling people how to go on."""
+    program, here = shlex.quote(sys.argv[0]), os.environ.get("LOCAL_WORLD_SIZE")
+    if world_size() == 1 or here is None:
+        return f"python {program}"
+    machines = world_size() // int(here)
+    return f"torchrun {f'--nnodes={machines} ' if machines > 1 else ''}--nproc_per_node={here} {program}"
+
+
+def run_command(algorithm: str, Args, presets: dict, make_agent: Callable, train: Callable, doc: str) -> int:
+    """A trainer's command: train, evaluate or export, and say what went wrong. -> exit code"""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a letter
+
+    def complain(error, advice: str = "", resume: str = "") -> None:
+        if rank() == 0 or not getattr(error, "shared", False):
+            folder = shlex.quote(str(getattr(error, "folder", "")))
+            resume = f"{resume}{command()} --resume {folder}" if resume and hasattr(error, "folder") else ""
+            warn(f"\n{Path(sys.argv[0]).name}: {error}{advice}{resume}")
+
+    try:
+        init_processes()
+        argv = sys.argv[1:]
+        if _store is not None and _store.check(["saved"]):  # torchrun has started the processes again
+            argv = ["--resume", _store.get("saved").decode()]
+        args = read_args(Args, presets, algorithm, argv, doc)
+        if args.bridge_retries:
+            wait_longer(60.0 * args.bridge_retries)
+        if args.evaluate or args.export:
+            (evaluate_driver if args.evaluate else export_driver)(args, algorithm, make_agent)
+            return 0
+        result = train(args)
+    except BridgeError as error:
+        complain(error, resume="\nSaved; go on with: ")
+        return EXIT_BRIDGE
+    except ProcessError as error:
+        complain(error, ". The run ends", "; go on from the last checkpoint with: ")
+        return EXIT_PROCESS
+    except FloatingPointError as error:
+        complain(error, f". Learning has blown up, and nothing of that was saved: the last checkpoint in {error.folder} is from "
+                 "before. Start again with a smaller --learning-rate")  # fmt: skip
+        return EXIT_ERROR
+    except (ValueError, OSError) as error:
+        complain(error)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        complain("stopped at once; --resume goes on from the run's last checkpoint, if it has one")
+        return EXIT_INTERRUPTED
+    if not result["saved"]:
+        complain("the end of this run is not on the disk; make room, and go on from the last checkpoint: "
+                 f"{command()} --resume {shlex.quote(result['run_folder'])}")  # fmt: skip
+        return EXIT_ERROR
+    return 0 if result["finished"] else EXIT_TERMINATED if result["signal"] == signal.SIGTERM else EXIT_INTERRUPTED
+
+
+def load_driver(path: Path, args, algorithm: str, make_agent: Callable) -> torch.nn.Module:
+    """The driver in a checkpoint. It needs the actor only, so a checkpoint with other critics will do."""
+    agent, saved = make_agent(args), load_checkpoint(path, algorithm, prefer="best.pt")["parts"].get("agent", {})
+    needed = {name: value for name, value in agent.state_dict().items() if name.startswith(("actor.", "obs_"))}
+    wrong = [name for name, value in needed.items() if name not in saved or saved[name].shape != value.shape]
+    if wrong:
+        raise ValueError(f"{path} holds networks of other sizes than this program makes: {', '.join(wrong)}")
+    agent.load_state_dict({name: saved[name] for name in needed}, strict=False)
+    return agent
+
+
+def evaluate_driver(args, algorithm: str, make_agent: Callable) -> list[dict]:
+    """`--evaluate`: lap times of a trained driver, on the tracks of its training unless others are given."""
+    agent, results = load_driver(args.evaluate, args, algorithm, make_agent), []
+    if args.json:
+        args.json.touch()  # rather an error now than after the driving
+    for track in args.track_id:
+        envs = RacerVectorEnv(args.episodes, track, args.config_path, args.bridge_url or None, args.start)
+        with contextlib.closing(envs):
+            results.append(r := summarize(evaluate(agent.drive, envs, [track], args.seed)))
+        known = r["percent_of_best"] and lap_time(r["percent_of_best"] / 100 * r["flying_lap_sec"])
+        say(f"\n{track}: {args.episodes} episodes from {'the grid' if args.start == 'grid' else 'anywhere'}")
+        say(f"  laps            {r['laps']} ({r['completion_rate']:.1%} of the episodes with one)")
+        say(f"  failures        {r['failures']} (without a lap, or ended before the time)")
+        say(f"  first lap       {lap_time(r['first_lap_sec'])} from standing")
+        say(f"  flying lap      {lap_time(r['flying_lap_sec'])} median, spread {lap_time(r['flying_spread_sec'])}")
+        say(f"  best lap        {lap_time(r['best_lap_sec'])}")
+        if known:
+            say(f"  of the best     {r['percent_of_best']:.1f} %: a flying lap of {known} is known")
+        say(f"  reward          {r['mean_reward']:.3f} over {r['mean_length']:,.0f} ticks")
+    if len(results) > 1:
+        failures, count = (sum(r[name] for r in results) for name in ("failures", "episodes"))
+        say(f"\nall tracks: {count} episodes, {count - failures} without failure ({1 - failures / count:.1%})")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    return results
+
+
+def export_driver(args, algorithm: str, make_agent: Callable) -> Path:
+    """`--export`: a driver as the browser game loads it. It normalises observations as the stats say, then asks the model."""
+    if args.checkpoint is None:
+        raise ValueError("--export says where to; give --checkpoint PATH as well, what to export")
+    try:
+        import onnx  # noqa: F401  torch.onnx needs it
+    except ImportError as error:
+        raise ValueError("--export needs a package that is not installed: pip install onnx onnxruntime") from error
+    agent, path = load_driver(args.checkpoint, args, algorithm, make_agent), args.export / "model.onnx"
+    mean, std = agent.obs_mean.numpy(), torch.sqrt(agent.obs_var).numpy()
+    farthest = np.abs(np.stack([OBS_LOW - mean, OBS_HIGH - mean]) / std).max()
+    stats = {"obs_mean": mean.tolist(), "obs_var": agent.obs_var.tolist()}
+    stats |= {"clip_obs": max(10.0, math.ceil(farthest)), "epsilon": agent.NORM_EPSILON}  # no observation is clipped
+    args.export.mkdir(parents=True, exist_ok=True)
+    (args.export / "vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
+    names = {"input_names": ["obs"], "output_names": ["actions"], "opset_version": 13}
+    if "dynamo" in inspect.signature(torch.onnx.export).parameters:
+        names["dynamo"] = False  # the newer exporter writes a second file, which a browser does not load
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = {"obs": {0: "batch"}, "actions": {0: "batch"}}
+        torch.onnx.export(agent, (torch.zeros(1, OBS_SIZE),), str(path), dynamic_axes=batches, **names)
+    say(
+        f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json beside it -> actions [batch, {len(ACTION_LOW)}]"
+    )
+    try:
+        import onnxruntime
+    except ImportError:
+        say("not checked: for that, pip install onnxruntime")
+        return path
+    obs = np.random.default_rng(0).uniform(OBS_LOW, OBS_HIGH, (10_000, OBS_SIZE)).astype(np.float32)
+    normalized_obs = (obs - np.float32(stats["obs_mean"])) / np.sqrt(np.float32(stats["obs_var"]) + stats["epsilon"])
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (actions,) = session.run(None, {"obs": normalized_obs.astype(np.float32)})
+    difference = float(np.abs(actions - agent.drive(obs)).max())
+    say(f"checked with onnxruntime on 10,000 observations: the actions differ by {difference:.1e} at most")
+    if not difference <= 1e-5:
+        raise ValueError(
+            f"the exported model does not act as the checkpoint does: its actions differ by {difference:g}"
+        )
+    return path

@@ -1,4 +1,4 @@
-"""The racing game as a Gymnasium environment: on the embedded engine, or on the real game behind its WebSocket bridge.
+"""The racing game as a Gymnasium environment: on the embedded engine, or in the real game behind its WebSocket bridge.
 
     import gymnasium as gym
     import racer_env                                                         # registers TopDownRacer-v0
@@ -14,17 +14,19 @@ Both backends give the same spaces, the same info, the same numbers; `RacerEnv` 
     2  embedded cars    racer_sim behind a small interface
     3  bridge cars      the same interface over WebSocket connections to the game
     4  RacerEnv         one car
-    5  RacerVectorEnv   N cars, same-step autoreset, episode statistics
-    6  Painter          pictures of a track with cars on it
+    5  RacerVectorEnv   N cars, same-step autoreset, episode statistics, reconnects to a bridge by itself
+    6  RewardScaler     the scale of rewards that networks learn from
 
-What the caller did wrong raises ValueError; what the wire did raises BridgeError. Both leave an environment that can be closed.
+A mistake of the caller raises ValueError, a fault of the bridge raises BridgeError. Both leave an environment that can be closed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import json
+import logging
 import math
 import socket
 import time
@@ -42,12 +44,11 @@ from racer_sim import (
     NUM_RAYS,
     OBS_SIZE,
     REWARD_PARTS,
-    SHOULDER_WIDTH,
     STARTS,
     TICKS_PER_SECOND,
     TRACKS,
     RacerSim,
-    Track,
+    load_track,
 )
 
 # ======================================================================================================================
@@ -60,6 +61,9 @@ OBS_HIGH = np.ones(OBS_SIZE, dtype=np.float32)
 ACTION_NAMES = ("steer", "throttle", "brake")
 ACTION_LOW = np.array([-1.0, 0.0, 0.0], dtype=np.float32)
 ACTION_HIGH = np.array([1.0, 1.0, 1.0], dtype=np.float32)
+# Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
+OBS_MEAN = (*[0.25] * NUM_RAYS, 0.6, 0.0, 0.0, 0.5, 0.2)
+OBS_STD = (*[0.2] * NUM_RAYS, 0.25, 0.3, 0.5, 0.3, 0.15)
 
 # What info holds after a step, with its type: the game's keys, in the game's order.
 STEP_INFO: dict[str, type] = {
@@ -81,6 +85,7 @@ STAGGER_STRIDE = 7919  # a prime: with it, cars that are neighbours are far apar
 DEFAULT_BRIDGE_URL = "ws://localhost:9876"
 CONNECT_TIMEOUT_S = 10.0
 REPLY_TIMEOUT_S = 30.0
+LONGEST_PAUSE_S = 30.0  # before connecting to a bridge again
 MAX_REPLY_BYTES = 65_536
 BRIDGE_HINT = (
     "Start the game's bridge (in the game's folder: npx tsx src/ai/run-bridge.ts) and check the URL, "
@@ -88,8 +93,11 @@ BRIDGE_HINT = (
 )
 
 
+logger = logging.getLogger(__name__)
+
+
 class BridgeError(RuntimeError):
-    """The wire or the game behind it failed: no connection, a lost one, or a reply that is not what the protocol says."""
+    """The bridge failed: no connection, a lost one, or a reply that is not what the protocol says."""
 
 
 class BridgeUrlError(BridgeError, ValueError):
@@ -212,14 +220,12 @@ class EmbeddedCars:
     The interface both backends have, arrays over cars throughout:
         reset(cars, seeds) -> observations (n, 14), info     cars: indices; seeds: one per car, or None to go on
         step(actions)      -> observations (N, 14), rewards, terminated, truncated, info
-        check()            raises if the backend cannot serve a run; close() is idempotent and never hangs
+        close()            idempotent, never waits
     """
 
     def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, start: str, first_car: int = 0):
+        self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
         self.sim = RacerSim(num_cars, track_ids, config, start, first_car=first_car)
-
-    def check(self) -> None:
-        pass
 
     def reset(self, cars: np.ndarray, seeds: Sequence[int] | None = None):
         if seeds is not None:
@@ -474,7 +480,7 @@ class BridgeConnection:
 class BridgeCars:
     """N cars in the real game, one connection each, spread over the URLs. All requests go out before the first reply is read.
 
-    A lost reply cannot be made up, so nothing is retried: an error closes all connections and says which one failed.
+    An error closes all connections, since replies may be outstanding on the others, and says which one failed.
     """
 
     def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, urls: Sequence[str], first_car: int = 0):
@@ -487,10 +493,6 @@ class BridgeCars:
         except BridgeError:
             self.close()
             raise
-
-    def check(self) -> None:
-        """One reset on every connection: fails now rather than after an expensive start."""
-        self.reset(np.arange(len(self.connections)))
 
     def reset(self, cars: np.ndarray, seeds: Sequence[int] | None = None):
         chosen = [self.connections[i] for i in cars]  # the real game has one start and no seeds
@@ -512,26 +514,17 @@ class BridgeCars:
         }
         return np.array(observations, np.float32), np.array(rewards), np.array(terminated), np.array(truncated), info
 
+    @contextlib.contextmanager
     def _closing_on_error(self):
-        return _CloseOnError(self)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         for connection in self.connections:
             connection.close()
-
-
-class _CloseOnError:
-    """After a failure in mid-flight replies are outstanding on other connections; none of them may be used again."""
-
-    def __init__(self, cars: BridgeCars):
-        self.cars = cars
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        if kind is not None:
-            self.cars.close()
 
 
 def as_names(value, argument: str, hint: str) -> list[str]:
@@ -648,7 +641,7 @@ class RacerEnv(gym.Env):
                 )
         self.config = load_config(config_path)
         self._cars = make_cars(1, track_id, self.config, bridge_url, start)
-        self._camera = _Camera(self._cars, track_id, self.config) if render_mode else None
+        self._camera = make_camera(self._cars, self.config) if render_mode else None
         # What gym.make would note: with it, Gymnasium's tools can make another one like this.
         self.spec = copy.deepcopy(gym.spec(ENV_ID))
         arguments = {"track_id": track_id, "config_path": config_path, "bridge_url": bridge_url, "start": start}
@@ -727,12 +720,16 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         num_envs     number of cars
         track_id     one track, or several: car i drives track_id[i % len(track_id)]
         bridge_url   one URL, or several: car i connects to bridge_url[i % len(bridge_url)]
+        retries      connect again after a fault of the bridge, up to so many times in a row (0: raise BridgeError)
         stagger      cut the first episodes short (truncated), each at another time, so that with many cars not all episodes
-                     end in the same tick; infos["episode"]["cut"] marks these
+                     end in the same tick
         first_car    for a fleet that several processes share: car i of this environment is car first_car + i of the fleet,
                      which decides its track and its seed
-    reset(seed=s) seeds car i with s + i; options={"reset_mask": mask} resets some cars only. After a BridgeError,
-    reconnect() begins anew.
+    reset(seed=s) seeds car i with s + i; options={"reset_mask": mask} resets some cars only.
+
+    After a fault with retries left, all cars begin new episodes. The old ones end as truncated, with the last observation
+    that came from the game: if the fault was in a step, this step moved nobody and its reward is 0. `bridge_faults` counts.
+    infos["episode"]["cut"] marks the episodes that ended before their time, by a fault or by `stagger`.
     """
 
     metadata = {**RacerEnv.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -747,15 +744,18 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         start: str = "grid",
         render_mode: str | None = None,
         episode_statistics: bool = True,
+        retries: int = 0,
         stagger: bool = False,
         first_car: int = 0,
     ):
         _check_render_mode(render_mode, track_id, bridge_url)
-        self.render_mode = render_mode
-        self.first_car = first_car
-        self.episode_statistics = episode_statistics
-        self.starts_on_line = start == "grid"
-        self._state = "new"
+        self.render_mode, self.episode_statistics, self.starts_on_line = (
+            render_mode,
+            episode_statistics,
+            start == "grid",
+        )
+        self.retries, self.bridge_faults, self._failures_in_a_row = retries, 0, 0
+        self.first_car, self._state = first_car, "new"
         self.config = load_config(config_path)
         self._make_cars = lambda: make_cars(num_envs, track_id, self.config, bridge_url, start, first_car)
         self._cars = self._make_cars()
@@ -763,70 +763,39 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self.single_observation_space, self.single_action_space = observation_space(), action_space()
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        self._camera = _Camera(self._cars, track_id, self.config) if render_mode else None
-        self._returns = np.zeros(self.num_envs)
-        self._lengths = np.zeros(self.num_envs, np.int64)
-        self._stagger = stagger
-        self._set_limits()
-        self._started_s = np.zeros(self.num_envs)
-        self._everyone = np.ones(self.num_envs, bool)
-
-    def _set_limits(self) -> None:
-        self._limits = np.full(self.num_envs, NO_LIMIT)
-        if self._stagger:
-            places = np.arange(self.num_envs) * STAGGER_STRIDE % self.num_envs  # neighbours end at different times
+        self._camera = make_camera(self._cars, self.config) if render_mode else None
+        self._all_cars = np.ones(self.num_envs, bool)
+        self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
+        self._limits, self._started_s = np.full(self.num_envs, NO_LIMIT), np.zeros(self.num_envs)
+        if stagger:
+            places = np.arange(self.num_envs) * STAGGER_STRIDE % self.num_envs
             self._limits = np.ceil((places + 1) / self.num_envs * self.config["episode"]["maxSteps"]).astype(np.int64)
 
-    def check(self) -> None:
-        """Raise now if a bridge cannot serve this run."""
-        self._cars.check()
+    @property
+    def observations(self) -> np.ndarray:
+        """What all cars see now (N, 14): what reset, step or set_state returned last."""
+        return self._observations.copy()
 
     @property
-    def under_way(self) -> bool:
-        """Whether any car has driven a step of its episode."""
-        return bool((self._lengths > 0).any())
+    def track_lengths(self) -> np.ndarray:
+        """Of every car's track (N,), in units. 1 for a track that only the real game knows."""
+        embedded = isinstance(self._cars, EmbeddedCars)
+        return np.array([load_track(t).length if embedded or t in TRACKS else 1.0 for t in self._cars.track_ids])
 
-    def reconnect(self):
-        """After a BridgeError: new connections, and new episodes on all of them. -> observations, infos, as from reset()
+    # -- state in, state out: what an exact resume needs -----------------------------------------------------------------
 
-        The step that failed has not happened to anybody. The episodes it cut off are in infos["episode"], as `cut`.
-        BridgeError again if the bridge is still not there.
-        """
-        _check_open(self._state)
-        self._cars.close()
-        self._cars = self._make_cars()
-        everyone = np.arange(self.num_envs)
-        observations, info = self._cars.reset(everyone)
-        underway = self._lengths > 0
-        infos = _with_masks(info, self._everyone)
-        infos["episode"] = {
-            "r": self._returns.copy(),
-            "l": self._lengths.copy(),
-            "cut": underway,
-            "t": np.zeros(len(everyone)),
-        }
-        infos["_episode"] = underway
-        self._state = "running"
-        self._set_limits()
-        self._begin_episodes(everyone)
-        self._observations = observations
-        return observations.copy(), infos
-
-    # -- state in, state out (embedded engine): what an exact resume needs ---------------------------------------------
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """Everything the next step depends on, as plain arrays."""
+    def get_state(self) -> dict[str, np.ndarray] | None:
+        """Everything the next step depends on, as plain arrays. None on a bridge: the game does not tell."""
         if not isinstance(self._cars, EmbeddedCars):
-            raise ValueError(
-                "the state of the real game cannot be read; only the embedded engine can be saved and put back"
-            )
+            return None
         return {**self._cars.sim.get_state(), **{name: getattr(self, f"_{name}").copy() for name in self.OWN_STATE}}
 
-    def set_state(self, state: dict[str, np.ndarray]) -> np.ndarray:
-        """Continue from get_state(), bit for bit. -> the observations at that point (N, 14)"""
+    def set_state(self, state: dict[str, np.ndarray] | None) -> None:
+        """Continue from get_state(), bit for bit. From None, all cars begin new episodes."""
         _check_open(self._state)
-        if not isinstance(self._cars, EmbeddedCars):
-            raise ValueError("the real game cannot be put into a state; only the embedded engine can")
+        if state is None or not isinstance(self._cars, EmbeddedCars):
+            self.reset()
+            return
         for name in self.OWN_STATE:
             value, own = np.asarray(state.get(name)), getattr(self, f"_{name}")
             if value.shape != own.shape or value.dtype != own.dtype:
@@ -841,33 +810,35 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._observations = self._cars.sim.observe().astype(np.float32)
         if self._camera:
             self._camera.reset(np.arange(self.num_envs))
-        return self._observations.copy()
 
     # -- the Gymnasium interface ---------------------------------------------------------------------------------------
 
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
         _check_open(self._state)
-        mask = self._reset_mask(options)
+        mask, seeds = self._reset_mask(options), self._seeds(seed)
         cars = np.flatnonzero(mask)
-        seeds = self._seeds(seed)
-        self._state = "new" if len(cars) == self.num_envs else self._state
-        observations, info = self._cars.reset(cars, None if seeds is None else [seeds[i] for i in cars])
+        self._state = "new" if mask.all() else self._state
+        try:
+            observations, info = self._cars.reset(cars, None if seeds is None else [seeds[i] for i in cars])
+        except BridgeError as error:
+            observations, info = self._reconnect(error)
+            mask, cars = self._all_cars, np.arange(self.num_envs)
         self._state = "running"
         self._begin_episodes(cars)
-        if len(cars) == self.num_envs:
-            self._observations = observations
-            return observations.copy(), _with_masks(info, self._everyone)
-        self._observations = self._observations.copy()
+        self._observations = observations if mask.all() else self._observations.copy()
         self._observations[cars] = observations
-        full = {key: np.zeros(self.num_envs, value.dtype) for key, value in info.items()}
+        infos = {key: np.zeros(self.num_envs, value.dtype) for key, value in info.items()}
         for key, value in info.items():
-            full[key][cars] = value
-        return self._observations.copy(), _with_masks(full, mask)
+            infos[key][cars] = value
+        self._progress = (
+            infos if mask.all() else {key: np.where(mask, infos[key], self._progress[key]) for key in infos}
+        )
+        return self._observations.copy(), _with_masks(infos, mask)
 
     def _reset_mask(self, options) -> np.ndarray:
         mask = (options or {}).get("reset_mask")
         if mask is None:
-            return self._everyone
+            return self._all_cars
         mask = np.asarray(mask)
         if mask.shape != (self.num_envs,) or mask.dtype != bool or not mask.any():
             raise ValueError(
@@ -901,39 +872,69 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         if self._state != "running":
             raise ValueError("step called, but the cars are not on the track yet: call reset() first")
         actions = check_actions(actions, (self.num_envs, 3))
-        observations, rewards, terminated, truncated, info = self._cars.step(actions)
-        self._returns += rewards
-        self._lengths += 1
-        cut = self._lengths >= self._limits
-        truncated = truncated | cut
-        if self._camera:
-            self._camera.follow(actions)
-        done = terminated | truncated
-        if not done.any():
-            infos = _with_masks(info, self._everyone)
+        first = None  # observations and info of the episodes that begin in this step
+        try:
+            observations, rewards, terminated, truncated, info = self._cars.step(actions)
+        except BridgeError as error:
+            first = self._reconnect(error)
+            observations, rewards, terminated, truncated, info = self._stand_still()
+            cut = self._all_cars
         else:
+            self._failures_in_a_row = 0
+            self._returns += rewards
+            self._lengths += 1
+            cut = self._lengths >= self._limits
+            if self._camera:
+                self._camera.follow(actions)
+        done = terminated | truncated | cut
+        if done.any() and first is None:
             try:
-                observations, infos = self._restart(np.flatnonzero(done), done, cut, observations, info)
-            except BridgeError:  # then this step has not happened
-                self._returns -= rewards
-                self._lengths -= 1
-                raise
+                first = self._cars.reset(np.flatnonzero(done))
+            except BridgeError as error:
+                first = self._reconnect(error)
+                done, cut = self._all_cars, cut | ~done
+        self._progress = {key: info[key] for key in RESET_INFO}
+        if first is None:
+            infos = _with_masks(info, self._all_cars)
+        else:
+            observations, infos = self._end_episodes(done, cut, observations, info, *first)
         self._observations = observations
-        return observations.copy(), rewards, terminated, truncated, infos
+        return observations.copy(), rewards, terminated, truncated | (done & ~terminated), infos
 
-    def _restart(self, cars, done, cut, observations, info):
-        """Same-step autoreset of the cars whose episode is done. -> observations and infos as SyncVectorEnv gives them"""
+    def _stand_still(self):
+        """A step in which nothing happens: observations, rewards, terminated, truncated, info."""
+        info = {key: np.zeros(self.num_envs, kind) for key, kind in STEP_INFO.items()} | self._progress
+        nobody = np.zeros(self.num_envs, bool)
+        return self._observations, np.zeros(self.num_envs), nobody, nobody, info
+
+    def _reconnect(self, error: BridgeError):
+        """New connections, and new episodes on all of them. -> observations, info. Raises the error if no retry is left.
+
+        (Somebody who does not want to wait any longer sets `retries` to 0, from a signal's handler, say.)
+        """
+        self.bridge_faults += 1
+        while self._failures_in_a_row < self.retries:
+            until = time.monotonic() + min(2**self._failures_in_a_row, LONGEST_PAUSE_S)
+            self._failures_in_a_row += 1
+            logger.warning(f"{error}\nConnecting again (retry {self._failures_in_a_row} of {self.retries})")
+            while self.retries and time.monotonic() < until:
+                time.sleep(0.05)
+            try:
+                self._cars.close()
+                self._cars = self._make_cars()
+                return self._cars.reset(np.arange(self.num_envs))
+            except BridgeError as again:
+                error = again
+        raise error
+
+    def _end_episodes(self, done, cut, observations, info, first_observations, first_info):
+        """Same-step autoreset of the cars that are done. -> observations and infos as SyncVectorEnv gives them"""
         final_obs = np.full(self.num_envs, None, dtype=object)
-        for i in cars:
+        for i in np.flatnonzero(done):
             final_obs[i] = observations[i].copy()
-        infos = {
-            "final_obs": final_obs,
-            "_final_obs": done.copy(),
-            "final_info": _with_masks(
-                {key: np.where(done, value, value.dtype.type(0)) for key, value in info.items()}, done
-            ),
-            "_final_info": done.copy(),
-        }
+        final_info = {key: np.where(done, value, value.dtype.type(0)) for key, value in info.items()}
+        infos = {"final_obs": final_obs, "_final_obs": done.copy()}
+        infos |= {"final_info": _with_masks(final_info, done), "_final_info": done.copy()}
         if self.episode_statistics:
             elapsed = time.perf_counter() - self._started_s
             infos["episode"] = {
@@ -941,19 +942,20 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                 "l": np.where(done, self._lengths, 0),
                 "t": np.where(done, elapsed, 0.0),
             }
-            if (self._limits < NO_LIMIT).any():
+            if cut.any():
                 infos["episode"]["cut"] = cut & (self._lengths < self.config["episode"]["maxSteps"])
-            infos["_episode"] = done.copy()
+            infos["_episode"] = done & (self._lengths > 0)
+        cars = np.flatnonzero(done)
         self._limits[cars] = NO_LIMIT
-        first, reset_info = self._cars.reset(cars)
         self._begin_episodes(cars)
         observations = observations.copy()
-        observations[cars] = first
+        observations[cars] = first_observations
         for key, value in info.items():
-            if key in reset_info:
+            if key in first_info:
                 value = value.copy()
-                value[cars] = reset_info[key]
-                infos[key], infos[f"_{key}"] = value, self._everyone.copy()
+                value[cars] = first_info[key]
+                infos[key], infos[f"_{key}"] = value, self._all_cars.copy()
+                self._progress[key] = value
             elif not done.all():
                 infos[key], infos[f"_{key}"] = np.where(done, value.dtype.type(0), value), ~done
         return observations, infos
@@ -969,6 +971,10 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             return None
         return tuple(self._camera.picture(i) for i in range(self.num_envs))
 
+    def last_episode(self, car: int) -> np.ndarray:
+        """Where a car was in its last whole episode (ticks + 1, 4): x, y, heading, speed. Needs a render_mode."""
+        return np.array(self._camera.last_episode[car])
+
     def close_extras(self, **_) -> None:
         self._state = "closed"
         if hasattr(self, "_cars"):
@@ -983,182 +989,61 @@ def _with_masks(info: dict[str, np.ndarray], mask: np.ndarray) -> dict:
     return infos
 
 
+def make_camera(cars, config: dict):
+    """For render(): it watches the embedded cars, or embedded twins of cars on a bridge."""
+    from racer_view import Camera
+
+    if isinstance(cars, BridgeCars):
+        return Camera(RacerSim(len(cars.track_ids), cars.track_ids, config), is_twin=True)
+    return Camera(cars.sim, is_twin=False)
+
+
 # ======================================================================================================================
-# 6  Painter
+# 6  RewardScaler
 # ======================================================================================================================
 
-PICTURE_SIZE = 800  # pixels along the longer side of a track
-TRAIL_TICKS = 150
-COLOURS = {
-    "ground": (52, 84, 58),
-    "runoff": (196, 178, 132),
-    "shoulder": (156, 148, 124),
-    "road": (62, 64, 70),
-    "edge": (238, 238, 232),
-    "centreline": (96, 98, 104),
-    "wall": (178, 52, 46),
-    "car": (255, 206, 40),
-    "outline": (24, 24, 26),
-    "trail": (255, 226, 130),
-}
 
+class RewardScaler:
+    """The scale of rewards for learning: what a metre pays is the same on every track, and the critic's targets are of order 1.
 
-class Painter:
-    """Pictures of one track: runoff, shoulder, road, walls, start line; and what is drawn on it. Needs Pillow.
-
-    Drawn at twice the size and reduced at the end, so that lines are smooth. y points up, as in the game.
+    A lap pays about 1 on any track, so a reward times the track's length pays per metre. That is divided by the running
+    deviation of the discounted return of all cars. Only what the networks learn from is scaled; every metric shows raw rewards.
     """
 
-    SCALE = 2
+    def __init__(self, gamma: float, track_lengths: np.ndarray):
+        self.gamma, self.track_lengths = gamma, track_lengths  # (N,)
+        self.returns = np.zeros(len(track_lengths))  # (N,) discounted sums of each car's rewards so far
+        self.moments = (0.0, 1.0, 1e-4)  # mean, variance and count of all returns there have been
 
-    def __init__(self, track: Track, size: int = PICTURE_SIZE):
-        from PIL import Image, ImageDraw  # TensorBoard brings it; the environment itself does without
+    def update(self, rewards, done, gather=lambda value: [value]) -> None:
+        """Take in what happened to these cars, (T, N) each, and through `gather` what happened to those of other processes."""
+        returns = np.empty_like(rewards)
+        for t in range(len(rewards)):
+            returns[t] = self.returns = self.returns * self.gamma + rewards[t] * self.track_lengths
+            self.returns = np.where(done[t], 0.0, self.returns)
+        for moments in gather((float(returns.mean()), float(returns.var()), returns.size)):
+            self.moments = merge_moments(self.moments, moments)
 
-        self._image, self._image_draw = Image, ImageDraw
-        self.track = track
-        low, high = track.outer.min(0) - 20, track.outer.max(0) + 20
-        self._low, self._high = low, high
-        self._zoom = self.SCALE * size / float((high - low).max())
-        width, height = (math.ceil(v / self.SCALE) * self.SCALE for v in (high - low) * self._zoom)
-        self._base = Image.new("RGB", (width, height), COLOURS["ground"])
-        draw = ImageDraw.Draw(self._base)
-        self._paint_surfaces(draw)
-        self._paint_lines(draw)
+    @property
+    def scale(self) -> np.ndarray:
+        """What to multiply every car's rewards by (N,)."""
+        return self.track_lengths / math.sqrt(self.moments[1] + 1e-8)
 
-    def to_pixels(self, points) -> list[tuple[float, float]]:
-        points = np.asarray(points, dtype=np.float64).reshape(-1, 2)
-        return list(
-            zip((points[:, 0] - self._low[0]) * self._zoom, (self._high[1] - points[:, 1]) * self._zoom, strict=True)
-        )
+    def get_state(self) -> dict:
+        return {"returns": self.returns, "moments": np.array(self.moments)}
 
-    def _paint_surfaces(self, draw) -> None:
-        track = self.track
-        draw.polygon(self.to_pixels(track.outer), fill=COLOURS["runoff"])
-        s = np.linspace(0, track.length, math.ceil(track.length / 3))
-        centre, tangent = track.position(s), track.tangent(s)
-        left, right = (
-            np.interp(s, track.wall_s, edge, period=track.length) for edge in (track.road_left, track.road_right)
-        )
-        normal = np.stack([-tangent[:, 1], tangent[:, 0]], axis=1)
-        for name, extra in (("shoulder", SHOULDER_WIDTH), ("edge", 1.5), ("road", 0.0)):
-            edges = [
-                self.to_pixels(centre + side * (width + extra)[:, None] * normal)
-                for side, width in ((1, left), (-1, right))
-            ]
-            for a, b, c, d in zip(edges[0], edges[0][1:], edges[1][1:], edges[1], strict=False):
-                draw.polygon([a, b, c, d], fill=COLOURS[name])
-        draw.polygon(self.to_pixels(self.track.inner), fill=COLOURS["ground"])
-        # What the wide brush spilled over the outer wall is ground again.
-        outside = self._image.new("L", self._base.size, 255)
-        self._image_draw.Draw(outside).polygon(self.to_pixels(self.track.outer), fill=0)
-        self._base.paste(COLOURS["ground"], mask=outside)
-
-    def _paint_lines(self, draw) -> None:
-        track, thick = self.track, self.SCALE
-        s = np.arange(0, track.length, 12.0)
-        for begin in s:
-            draw.line(
-                self.to_pixels(track.position(begin + np.linspace(0, 5, 4))), fill=COLOURS["centreline"], width=thick
-            )
-        for wall in (track.outer, track.inner):
-            line = self.to_pixels(np.append(wall, wall[:1], axis=0))
-            draw.line(line, fill=COLOURS["wall"], width=round(2.2 * thick), joint="curve")
-        self._paint_start(draw)
-
-    def _paint_start(self, draw) -> None:
-        """A chequered line across the road."""
-        centre, tangent = self.track.position(np.array(0.0)), self.track.tangent(np.array(0.0))
-        normal = np.array([-tangent[1], tangent[0]])
-        half = float(self.track.half_width(0.0))
-        squares, rows = 12, 3
-        side = 2 * half / squares
-        for i in range(squares):
-            for j in range(rows):
-                corner = centre + normal * (i * side - half) + tangent * (j - rows / 2) * side
-                square = [
-                    corner,
-                    corner + normal * side,
-                    corner + normal * side + tangent * side,
-                    corner + tangent * side,
-                ]
-                draw.polygon(self.to_pixels(square), fill=(245, 245, 245) if (i + j) % 2 else (20, 20, 20))
-
-    def smaller(self, size: int) -> Painter:
-        return Painter(self.track, size)
-
-    def canvas(self):
-        """A fresh image of the track at SCALE times its size, and a pen to draw on it."""
-        image = self._base.copy()
-        return image, self._image_draw.Draw(image)
-
-    def picture(self, x: float, y: float, heading: float, trail=()) -> np.ndarray:
-        """The track with a car on it and the way it came. -> (H, W, 3) uint8"""
-        image, draw = self.canvas()
-        way = self.to_pixels(trail) if len(trail) > 1 else []
-        for i, (a, b) in enumerate(zip(way, way[1:], strict=False)):
-            fade = (i + 1) / len(way)
-            colour = tuple(round(r + (t - r) * fade) for r, t in zip(COLOURS["road"], COLOURS["trail"], strict=True))
-            draw.line((*a, *b), fill=colour, width=round((1 + 1.5 * fade) * self.SCALE))
-        self.paint_car(image, x, y, heading)
-        return np.array(image.reduce(self.SCALE))
-
-    def paint_car(self, image, x: float, y: float, heading: float) -> None:
-        """Larger than life (the car is a disc of radius 1), so that it can be seen: an arrowhead along the heading."""
-        draw = self._image_draw.Draw(image)
-        unit = 7.0 * self.SCALE / self._zoom
-        along, left = (
-            np.array([math.cos(heading), math.sin(heading)]),
-            np.array([-math.sin(heading), math.cos(heading)]),
-        )
-        for grow, colour in ((1.35, "outline"), (1.0, "car")):
-            shape = [(2.0, 0.0), (-1.3, 1.15), (-0.7, 0.0), (-1.3, -1.15)]
-            corners = [np.array([x, y]) + unit * grow * (a * along + b * left) for a, b in shape]
-            draw.polygon(self.to_pixels(corners), fill=COLOURS[colour])
+    def set_state(self, state: dict) -> None:
+        self.moments = tuple(state["moments"].tolist())
+        if len(state["returns"]) == len(self.returns):  # otherwise other processes drove these cars
+            self.returns = np.array(state["returns"])
 
 
-def drive_again(track_id: str, config: dict, actions: np.ndarray):
-    """Drive recorded actions (T, 3) on the embedded engine from the grid. -> the track's Painter; x, y, heading, speed (T + 1,)
-
-    For pictures of laps: infos do not say where a car is, and the bridge does not know.
-    """
-    sim = RacerSim(1, [track_id], config)
-    places = [(sim.x[0], sim.y[0], sim.heading[0], sim.speed[0])]
-    for action in actions:
-        sim.step(action[None])
-        places.append((sim.x[0], sim.y[0], sim.heading[0], sim.speed[0]))
-    return Painter(sim.world.tracks[0]), *np.array(places).T
-
-
-class _Camera:
-    """Where the cars are and have been, for render(). The bridge does not tell positions: there, an embedded twin drives along."""
-
-    def __init__(self, cars, track_id, config: dict):
-        self.cars = cars
-        self.twin = None
-        if isinstance(cars, BridgeCars):
-            self.twin = RacerSim(len(cars.connections), as_names(track_id, "track_id", ""), config)
-        self.sim = self.twin or cars.sim
-        self.painters: dict[int, Painter] = {}
-        self.trails: list[list[tuple[float, float]]] = [[] for _ in range(self.sim.num_cars)]
-
-    def reset(self, cars) -> None:
-        if self.twin:
-            self.twin.reset(cars)
-        for i in cars:
-            self.trails[i] = [(self.sim.x[i], self.sim.y[i])]
-
-    def follow(self, actions) -> None:
-        if self.twin:
-            self.twin.step(actions)
-        for trail, x, y in zip(self.trails, self.sim.x, self.sim.y, strict=True):
-            trail.append((x, y))
-            del trail[:-TRAIL_TICKS]
-
-    def picture(self, car: int) -> np.ndarray:
-        number = int(self.sim.track[car])
-        if number not in self.painters:
-            self.painters[number] = Painter(self.sim.world.tracks[number])
-        return self.painters[number].picture(self.sim.x[car], self.sim.y[car], self.sim.heading[car], self.trails[car])
+def merge_moments(a, b):
+    """Mean, variance and count of two sets taken together (Chan et al.)."""
+    (mean_a, var_a, count_a), (mean_b, var_b, count_b) = a, b
+    count, delta = count_a + count_b, mean_b - mean_a
+    var = (var_a * count_a + var_b * count_b + delta * delta * (count_a * count_b / count)) / count
+    return mean_a + delta * (count_b / count), var, count
 
 
 gym.register(id=ENV_ID, entry_point="racer_env:RacerEnv", vector_entry_point="racer_env:RacerVectorEnv")
