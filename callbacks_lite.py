@@ -448,12 +448,14 @@ def describe(result: dict) -> str:
 
 def say(text: str, end: str = "\n", to: str = "stdout") -> None:
     """Print. Where that fails (`| head` has gone, the disk under a log is full), stay silent: it must not end the run."""
+    stream = getattr(sys, to)
     try:
-        print(text, end=end, file=getattr(sys, to), flush=True)
+        if stream is not None:
+            print(text, end=end, file=stream, flush=True)
     except RuntimeError:  # a signal has come in the middle of another print
         pass
     except (OSError, ValueError):  # ValueError: it is closed
-        setattr(sys, to, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        setattr(sys, to, None)
 
 
 def warn(text: str) -> None:

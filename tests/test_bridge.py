@@ -293,49 +293,95 @@ def test_an_environment_can_be_made_again_after_a_failure(bridge):
 # -- after a fault -----------------------------------------------------------------------------------------------------
 
 
-def test_reconnecting_begins_anew_with_the_same_rewards_and_tells_what_was_cut(bridge, tmp_path):
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(racer_env, "LONGEST_PAUSE_S", 0.0)
+
+
+def test_with_retries_a_fault_ends_all_episodes_as_truncated_where_they_truly_were(bridge, tmp_path, no_pauses, caplog):
     config = tmp_path / "config.json"
-    config.write_text((racer_env.DEFAULT_CONFIG_PATH).read_text())
+    config.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text())
     server = bridge("--fault", "cut", "--after", "5")
-    envs = RacerVectorEnv(2, config_path=config, bridge_url=server.url)
+    envs = RacerVectorEnv(2, config_path=config, bridge_url=server.url, retries=2)
     first, _ = envs.reset(seed=1)
-    assert not envs.under_way
     for _ in range(5):
-        envs.step(np.tile(GO, (2, 1)))
-    assert envs.under_way
-    with pytest.raises(BridgeError):
-        envs.step(np.tile(GO, (2, 1)))
+        last, *_, before = envs.step(np.tile(GO, (2, 1)))
     config.write_text("somebody is editing this")
-    observations, infos = envs.reconnect()
+    observations, rewards, terminated, truncated, infos = envs.step(np.tile(GO, (2, 1)))
     np.testing.assert_array_equal(observations, first)
+    np.testing.assert_array_equal(np.stack(infos["final_obs"]), last)
+    assert truncated.all() and not terminated.any() and not rewards.any(), "the step that was lost moved nobody"
+    assert infos["final_info"]["stepCount"].tolist() == [5, 5] and not infos["final_info"]["progress"].any()
+    assert infos["final_info"]["checkpoint"].tolist() == before["checkpoint"].tolist()
     assert infos["episode"]["l"].tolist() == [5, 5] and infos["episode"]["cut"].all() and infos["_episode"].all()
-    assert (infos["episode"]["r"] != 0).all() and not envs.under_way
+    assert (infos["episode"]["r"] != 0).all() and infos["stepCount"].tolist() == [0, 0] and envs.bridge_faults == 1
+    assert "Connecting again (retry 1 of 2)" in caplog.text
     for _ in range(5):
         envs.step(np.tile(GO, (2, 1)))
+    assert envs.step(np.tile(GO, (2, 1)))[3].all() and envs.bridge_faults == 2, "retries count from anew"
     server.kill()
-    with pytest.raises(BridgeError):
-        envs.step(np.tile(GO, (2, 1)))
     with pytest.raises(BridgeError, match="no game bridge at"):
-        envs.reconnect()
+        envs.step(np.tile(GO, (2, 1)))
+    assert "(retry 2 of 2)" in caplog.text and "(retry 3" not in caplog.text
     envs.close()
 
 
-def test_a_step_whose_reset_fails_has_not_happened(good_bridge, tmp_path, monkeypatch):
-    """The episode ends, and the bridge dies before the next one begins: the step is not counted."""
+def test_a_fault_between_two_episodes_keeps_the_step_that_was_driven(good_bridge, tmp_path, no_pauses, monkeypatch):
+    """One car's episode ends, and the bridge dies before the next one begins: the other car is cut off after this step."""
     short = tmp_path / "short.json"
-    short.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text().replace("3000", "5"))
-    envs = RacerVectorEnv(1, config_path=short, bridge_url=good_bridge.url)
-    envs.reset()
-    for _ in range(4):
-        envs.step(GO[None])
+    short.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text().replace("3000", "8"))
+    envs, twin = (
+        RacerVectorEnv(2, config_path=short, bridge_url=url, retries=1, stagger=True) for url in (good_bridge.url, None)
+    )
+    envs.reset(), twin.reset()
+    for _ in range(3):
+        envs.step(np.tile(GO, (2, 1))), twin.step(np.tile(GO, (2, 1)))
+    real = racer_env.BridgeCars.reset
 
-    def gone(cars, seeds=None):
+    def gone(cars, which, seeds=None):
+        monkeypatch.setattr(racer_env.BridgeCars, "reset", real)
         raise BridgeError("gone")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(envs._cars, "reset", gone)
-        with pytest.raises(BridgeError, match="gone"):
-            envs.step(GO[None])
-    _, infos = envs.reconnect()
-    assert infos["episode"]["l"].tolist() == [4]
+    monkeypatch.setattr(racer_env.BridgeCars, "reset", gone)
+    a, b = envs.step(np.tile(GO, (2, 1))), twin.step(np.tile(GO, (2, 1)))
+    assert b[3].tolist().count(True) == 1 and a[3].all() and not a[2].any()
+    np.testing.assert_array_equal(a[1], b[1])
+    (other,) = np.flatnonzero(~b[3])
+    np.testing.assert_array_equal(a[4]["final_obs"][other], b[0][other])
+    assert a[4]["episode"]["l"].tolist() == [4, 4] and a[4]["episode"]["cut"].all()
+    envs.close()
+
+
+def test_a_fault_in_a_reset_is_retried_and_before_the_first_tick_no_episode_has_ended(bridge, no_pauses):
+    server = bridge("--fault", "cut")
+    envs = RacerVectorEnv(1, bridge_url=server.url, retries=2)
+    envs.reset()
+    infos = envs.step(GO[None])[4]
+    assert infos["_final_info"].all() and not infos["_episode"].any()
+    envs._cars.close()
+    assert envs.reset()[0].shape == (1, 14) and envs.bridge_faults == 2
+    envs.close()
+
+
+def test_whoever_sets_retries_to_0_does_not_wait_any_longer(bridge, monkeypatch):
+    """As a signal's handler does in the middle of a pause of 30 s."""
+    server = bridge("--fault", "die")
+    envs = RacerVectorEnv(1, bridge_url=server.url, retries=5)
+    monkeypatch.setattr(racer_env, "LONGEST_PAUSE_S", 1e9)
+    envs._failures_in_a_row = 4  # a pause of 16 s
+    envs.reset()
+    envs._failures_in_a_row = 4
+    monkeypatch.setattr(racer_env.time, "sleep", lambda seconds: setattr(envs, "retries", 0))
+    with pytest.raises(BridgeError):
+        envs.step(GO[None])
+    envs.close()
+
+
+def test_the_state_of_the_real_game_is_none_and_none_begins_anew(good_bridge):
+    envs = RacerVectorEnv(2, bridge_url=good_bridge.url)
+    first, _ = envs.reset()
+    envs.step(np.tile(GO, (2, 1)))
+    assert envs.get_state() is None
+    envs.set_state(None)
+    np.testing.assert_array_equal(envs.observations, first)
     envs.close()

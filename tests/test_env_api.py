@@ -15,8 +15,18 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 import racer_env
-from racer_env import DEFAULT_CONFIG_PATH, OBS_NAMES, RESET_INFO, STEP_INFO, RacerEnv, RacerVectorEnv, load_config
-from racer_sim import DEFAULT_CONFIG, OBS_SIZE, TRACKS, RacerSim
+from racer_env import (
+    DEFAULT_CONFIG_PATH,
+    OBS_NAMES,
+    RESET_INFO,
+    STEP_INFO,
+    RacerEnv,
+    RacerVectorEnv,
+    RewardScaler,
+    load_config,
+    merge_moments,
+)
+from racer_sim import DEFAULT_CONFIG, OBS_SIZE, RacerSim
 
 COAST = np.zeros(3, np.float32)
 
@@ -434,7 +444,8 @@ def test_vector_state_out_and_in(short):
     plan = rng.uniform([-1, 0, 0], 1, (100, 6, 3))
     for t in range(50):
         observations, *_ = a.step(plan[t])
-    np.testing.assert_array_equal(b.set_state(a.get_state()), observations)
+    b.set_state(a.get_state())
+    np.testing.assert_array_equal(b.observations, observations)
     for t in range(50, 100):
         (*x, info_x), (*y, info_y) = a.step(plan[t]), b.step(plan[t])
         for p, q in zip(x, y, strict=True):
@@ -471,36 +482,60 @@ def test_a_bad_number_of_cars_is_refused(count):
         RacerVectorEnv(count)
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# -- the scale of rewards ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("track", TRACKS)
-def test_render_shows_the_track_and_the_car(track):
-    env = RacerEnv(track, render_mode="rgb_array")
-    observation, _ = env.reset(seed=1)
-    first = env.render()
-    assert first.flags.writeable and first.dtype == np.uint8 and first.ndim == 3 and max(first.shape[:2]) <= 801
-    for name in ("road", "shoulder", "ground", "car"):
-        share = (np.abs(first.astype(int) - racer_env.COLOURS[name]).max(2) <= 2).mean()
-        assert share > (0.0001 if name == "car" else 0.05), name
-    for _ in range(60):
-        observation, *_ = env.step(drive(observation[None])[0])
-    assert not np.array_equal(first, env.render()), "the car has moved"
+def test_merge_moments_is_one_pass_over_everything():
+    a, b = np.random.default_rng(0).normal(2, 3, 40), np.random.default_rng(1).normal(-1, 1, 9)
+    mean, var, count = merge_moments((a.mean(), a.var(), 40), (b.mean(), b.var(), 9))
+    both = np.concatenate([a, b])
+    assert (mean, var, count) == (pytest.approx(both.mean()), pytest.approx(both.var()), 49)
 
 
-def test_vector_render_gives_a_picture_per_car():
-    envs = RacerVectorEnv(3, ["track-01", "track-02", "track-03"], render_mode="rgb_array")
-    envs.reset(seed=0)
-    envs.step(np.tile([0.0, 1.0, 0.0], (3, 1)))
-    pictures = envs.render()
-    assert len(pictures) == 3 and len({p.shape for p in pictures}) == 3
+def test_reward_scaler_divides_by_the_deviation_of_discounted_returns_and_resets_them_at_an_end():
+    rng = np.random.default_rng(3)
+    rewards, done = rng.normal(size=(30, 4)), rng.random((30, 4)) < 0.2
+    scaler = RewardScaler(0.9, np.ones(4))
+    for part in (slice(0, 10), slice(10, 30)):
+        scaler.update(rewards[part], done[part])
+    returns, seen = np.zeros(4), []
+    for t in range(30):
+        returns = 0.9 * returns + rewards[t]
+        seen.append(returns)
+        returns = np.where(done[t], 0.0, returns)
+    np.testing.assert_allclose(1 / scaler.scale, np.std(seen), rtol=1e-4)
+    never_reset = RewardScaler(0.9, np.ones(4))
+    never_reset.update(rewards, np.zeros_like(done))
+    assert np.abs(scaler.scale - never_reset.scale).min() > 1e-3
+    np.testing.assert_array_equal(scaler.returns, np.where(done[-1], 0.0, seen[-1]))
 
 
-def test_render_without_a_mode_warns_and_returns_nothing():
-    env = RacerEnv()
-    env.reset()
-    with pytest.warns(UserWarning, match="rgb_array"):
-        assert env.render() is None
+def test_a_metre_pays_the_same_on_every_track_and_the_cars_of_other_processes_count():
+    """A lap pays 1 on any track, so a tick at the same speed pays less on a longer one, until it is scaled."""
+    lengths, speed = np.array([1000.0, 2000.0, 4000.0, 1000.0]), np.random.default_rng(4).uniform(0, 2, (50, 4))
+    rewards, done = speed / lengths, np.zeros((50, 4), bool)
+    scaler = RewardScaler(0.9, lengths)
+    scaler.update(rewards, done)
+    scaled = rewards * scaler.scale
+    np.testing.assert_allclose(scaled / speed, np.full_like(speed, scaled[0, 0] / speed[0, 0]))
+    first, second = RewardScaler(0.9, lengths[:2]), RewardScaler(0.9, lengths[2:])
+    everyone = []
+    for part, cars in ((first, slice(0, 2)), (second, slice(2, 4))):
+        part.update(rewards[:, cars], done[:, cars], lambda moments: everyone.append(moments) or [])
+    first.update(rewards[:1, :2], done[:1, :2], lambda moments: everyone)
+    np.testing.assert_allclose(first.moments, scaler.moments, rtol=1e-9)
+
+
+def test_the_scaler_s_state_continues():
+    rng = np.random.default_rng(5)
+    rewards, done = rng.normal(size=(20, 3)), rng.random((20, 3)) < 0.1
+    whole, first, second, fewer = (RewardScaler(0.9, np.ones(n)) for n in (3, 3, 3, 2))
+    whole.update(rewards[:10], done[:10]), whole.update(rewards[10:], done[10:])
+    first.update(rewards[:10], done[:10])
+    second.set_state(first.get_state()), fewer.set_state(first.get_state())
+    second.update(rewards[10:], done[10:])
+    assert second.moments == whole.moments and (second.returns == whole.returns).all()
+    assert fewer.moments == first.moments and not fewer.returns.any(), "other cars begin with nothing"
 
 
 def test_reset_info_keys():
