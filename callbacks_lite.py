@@ -38,6 +38,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -343,15 +344,15 @@ def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = N
         if envs.bridge_faults > faults:
             return evaluate(drive, envs, tracks, seed)
         now = final_infos(infos)
-        for i in np.flatnonzero(running & (now["checkpoint"] == 0) & (checkpoint != 0)):
+        for i in (running & (now["checkpoint"] == 0) & (checkpoint != 0)).nonzero()[0]:
             if now["lap"][i] > lap[i] and lap_began[i] >= 0:
                 episodes[i].lap_ticks.append(int(now["stepCount"][i] - lap_began[i]))
                 episodes[i].lap_ends.append(int(now["stepCount"][i]))
             lap_began[i] = now["stepCount"][i]
-        for i in np.flatnonzero(running):
+        for i in running.nonzero()[0]:
             episodes[i].reward += float(rewards[i])
             episodes[i].length += 1
-        for i in np.flatnonzero(running & (terminated | truncated)):
+        for i in (running & (terminated | truncated)).nonzero()[0]:
             episodes[i].terminated = bool(terminated[i])
             episodes[i].places = envs.last_episode(i) if envs.render_mode else None
         lap, checkpoint = infos["lap"], infos["checkpoint"]
@@ -512,6 +513,7 @@ class Progress:
 
 _store: dist.Store | None = None  # torchrun's memory, which lasts when it starts the processes again
 _group = None  # of all processes
+_other_core: ThreadPoolExecutor | None = None
 
 
 class ProcessError(RuntimeError):
@@ -606,6 +608,16 @@ def average_gradients(optimizer: torch.optim.Optimizer) -> None:
 def make_generator(seed: int) -> torch.Generator:
     """Random numbers of this process alone."""
     return torch.Generator().manual_seed(seed + RANK_SEED_STRIDE * rank())
+
+
+def on_two_cores(first: Callable, second: Callable) -> tuple:
+    """What both give, called at the same time. One after the other if each of several processes has a core only."""
+    global _other_core
+    if world_size() > 1:
+        return first(), second()
+    _other_core = _other_core or ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=[1])
+    other = _other_core.submit(second)
+    return first(), other.result()
 
 
 def leave(code: int) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from callbacks_lite import (
     leave,
     make_envs,
     make_generator,
+    on_two_cores,
     run_command,
     world_size,
 )
@@ -181,7 +183,7 @@ class Agent(nn.Module):
         """The driver without noise, (N, 14) -> inputs within the game's box (N, 3). This is what is exported."""
         return self.actor(normalized_obs).clamp(torch.tensor(ACTION_LOW), torch.tensor(ACTION_HIGH))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def drive(self, obs: np.ndarray) -> np.ndarray:
         return self(self.normalize(torch.from_numpy(obs))).numpy()
 
@@ -320,40 +322,59 @@ def approx_kl(logratio):
     return (logratio.exp() - 1 - logratio).mean()
 
 
-def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, generator) -> dict[str, float]:
-    """Some epochs of minibatch steps on one rollout. -> metrics"""
-    samples = len(batch["returns"])
-    minibatches = max(1, round(samples * world_size() / args.minibatch_size))
-    orders = [torch.randperm(samples, generator=generator) for _ in range(args.update_epochs)]
-    policy_losses, value_losses, logratios = [], [], []
-    for indices in (part for order in orders for part in torch.tensor_split(order, minibatches)):
-        mb = {name: values[indices] for name, values in batch.items()}
-        noise = (mb["actions"] - agent.actor(mb["normalized_obs"])) * torch.exp(-agent.log_std)
-        logprobs, entropy = gaussian_logprob(noise, agent.log_std), gaussian_entropy(agent.log_std)
-        policy_loss, logratio = ppo_loss(logprobs, mb["logprobs"], mb["advantages"], args.clip_coef)
-        value_loss = 0.5 * (agent.value(mb["normalized_obs"]) - mb["returns"]).square().mean()
-        loss = policy_loss - args.ent_coef * entropy + value_loss
+def minibatches(
+    batch: dict[str, torch.Tensor], count: int, generator: torch.Generator
+) -> list[dict[str, torch.Tensor]]:
+    """The batch in so many equal parts, in a new order."""
+    order = torch.randperm(len(batch["returns"]), generator=generator)
+    parts = zip(*(values[order].tensor_split(count) for values in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
 
-        policy_losses.append(policy_loss.detach())
-        value_losses.append(value_loss.detach())
-        logratios.append(logratio.detach())
-        if args.target_kl is not None and np.mean(all_gather(approx_kl(logratios[-1]).item())) > args.target_kl:
-            break  # before the step that would take the policy farther
+
+def actor_gradient(agent: Agent, mb: dict[str, torch.Tensor], clip_coef: float, ent_coef: float):
+    """-> the policy's loss, and the log of the ratios (B,)"""
+    noise = (mb["actions"] - agent.actor(mb["normalized_obs"])) * torch.exp(-agent.log_std)
+    loss, logratio = ppo_loss(gaussian_logprob(noise, agent.log_std), mb["logprobs"], mb["advantages"], clip_coef)
+    (loss - ent_coef * gaussian_entropy(agent.log_std)).backward()
+    return loss.detach(), logratio.detach()
+
+
+def critic_gradient(agent: Agent, mb: dict[str, torch.Tensor]):
+    """-> the critic's loss"""
+    loss = 0.5 * (agent.value(mb["normalized_obs"]) - mb["returns"]).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, generator) -> dict[str, float]:
+    """Some epochs of minibatch steps on one rollout. -> metrics
+
+    Actor and critic share no weights, so their gradients are worked out at the same time.
+    """
+    parameters, policy_losses, value_losses, logratios = list(agent.parameters()), [], [], []
+    count = max(1, round(len(batch["returns"]) * world_size() / args.minibatch_size))
+    for mb in (mb for _ in range(args.update_epochs) for mb in minibatches(batch, count, generator)):
         optimizer.zero_grad()
-        loss.backward()
+        (policy_loss, logratio), value_loss = on_two_cores(
+            partial(actor_gradient, agent, mb, args.clip_coef, args.ent_coef), partial(critic_gradient, agent, mb)
+        )
+        policy_losses.append(policy_loss)
+        value_losses.append(value_loss)
+        logratios.append(logratio)
+        if args.target_kl is not None and np.mean(all_gather(approx_kl(logratio).item())) > args.target_kl:
+            break  # before the step that would take the policy farther
         average_gradients(optimizer)
-        nn.utils.clip_grad_norm_([agent.log_std, *agent.actor.parameters()], args.max_grad_norm)
-        nn.utils.clip_grad_norm_(agent.critic.parameters(), args.max_grad_norm)
+        nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         optimizer.step()
 
     logratio = torch.cat(logratios)
     policy_loss, value_loss = torch.stack(policy_losses).mean().item(), torch.stack(value_losses).mean().item()
     entropy_loss = -gaussian_entropy(agent.log_std).item()
     return {
+        "train/loss": policy_loss + args.ent_coef * entropy_loss + value_loss,
         "train/policy_gradient_loss": policy_loss,
         "train/value_loss": value_loss,
         "train/entropy_loss": entropy_loss,
-        "train/loss": policy_loss + args.ent_coef * entropy_loss + value_loss,
         "train/approx_kl": approx_kl(logratio).item(),
         "train/clip_fraction": (logratio.exp() - 1).abs().gt(args.clip_coef).float().mean().item(),
         "train/clip_range": args.clip_coef,
@@ -379,7 +400,7 @@ def train(args: Args) -> dict:
             f"(--num-envs {args.num_envs} x --rollout-steps {args.rollout_steps}): make it smaller"
         )
     torch.manual_seed(args.seed)
-    torch.set_num_threads(2 if world_size() == 1 else 1)  # two take a fifth off the learning, more take nothing
+    torch.set_num_threads(1)  # more gain nothing on networks this small
     envs = make_envs(args)
     agent = make_agent(args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

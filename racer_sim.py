@@ -911,7 +911,7 @@ class World:
         s = np.where(np.abs(s) < 1e-9, 0.0, s)  # the start line is exactly 0, as in the game
         unsure = np.isnan(distance)
         if unsure.any():  # two branches are about equally near, or the guess is beyond the tables
-            self._search(np.flatnonzero(unsure), track, x, y, s, distance, half_width)
+            self._search(unsure.nonzero()[0], track, x, y, s, distance, half_width)
         return s, distance, half_width
 
     def _search(self, cars, track, x, y, s, distance, half_width):
@@ -978,7 +978,7 @@ class World:
         right = self.vertex_x.take(wall) * pair_dy - self.vertex_y.take(wall) * pair_dx >= pair_across
         wall_end = wall + 1
         left = self.vertex_x.take(wall_end) * pair_dy - self.vertex_y.take(wall_end) * pair_dx <= pair_across
-        met = np.flatnonzero(right & left)
+        met = (right & left).nonzero()[0]
         ray, wall = ray.take(met), wall.take(met)
         car = listed.take(ray) % len(x)
         normal_x, normal_y = self.normal_x.take(wall), self.normal_y.take(wall)
@@ -1119,7 +1119,7 @@ class RacerSim:
         """New episodes for the given cars (a mask or indices; default all). -> their observations (n, 14)"""
         cars = np.arange(self.num_cars) if cars is None else np.asarray(cars)
         if cars.dtype == bool:
-            cars = np.flatnonzero(cars)
+            cars = cars.nonzero()[0]
         for name in (*self.FLOATS, *self.COUNTERS):
             setattr(self, name, getattr(self, name).copy())  # what a step handed out stays as it was
             getattr(self, name)[cars] = 0
@@ -1247,20 +1247,20 @@ class RacerSim:
         self.wall_contact = np.zeros(self.num_cars, bool)
         move_x, move_y = self.x - old_x, self.y - old_y
         # A car is out of danger if its last point is far enough from the walls to cover the whole move.
-        near = np.flatnonzero(world.clearance.take(located[0]) < CAR_RADIUS + MAX_SPEED * DT_S)
+        near = (world.clearance.take(located[0]) < CAR_RADIUS + MAX_SPEED * DT_S).nonzero()[0]
         if not len(near):
             return located
         track, start_x, start_y, move_x, move_y = self.track[near], old_x[near], old_y[near], move_x[near], move_y[near]
         points = np.maximum(np.ceil(np.sqrt(move_x * move_x + move_y * move_y) * (1 / SWEEP_STEP)), 1.0)
         car, share = [], []
         for i in range(1, MAX_SWEEP + 1):
-            on = np.flatnonzero(points >= i)
+            on = (points >= i).nonzero()[0]
             car.append(on)
             share.append(i / points[on])
         car, share = np.concatenate(car), np.concatenate(share)
         x, y = start_x[car] + move_x[car] * share, start_y[car] + move_y[car] * share
         subcell = world.locate(track[car], x, y)[0]
-        close = np.flatnonzero(world.clearance.take(subcell) < WALL_TOUCH)
+        close = (world.clearance.take(subcell) < WALL_TOUCH).nonzero()[0]
         if not len(close):
             return located
         car, share, x, y = car[close], share[close], x[close], y[close]
@@ -1268,7 +1268,7 @@ class RacerSim:
         last = share == 1.0
         self.wall_contact[near[car[last]]] = distance[last] < WALL_TOUCH
         # The first point along the way that touches; points are in order of the way, so the last write is the first touch.
-        touching = np.flatnonzero(distance < CAR_RADIUS)[::-1]
+        touching = (distance < CAR_RADIUS).nonzero()[0][::-1]
         if not len(touching):
             return located
         first = np.full(len(near), -1)
@@ -1317,7 +1317,7 @@ class RacerSim:
         gate_x, gate_y = world.gate_x.take(index), world.gate_y.take(index)
         old_side = along_x * (old_y - gate_y) - along_y * (old_x - gate_x)
         new_side = along_x * (self.y - gate_y) - along_y * (self.x - gate_x)
-        crossed = np.flatnonzero(old_side * new_side <= 0)
+        crossed = (old_side * new_side <= 0).nonzero()[0]
         if not len(crossed):
             return
         # The line is crossed; between the gate's ends, and forward?

@@ -217,7 +217,7 @@ class Agent(nn.Module):
         """The driver without noise, (N, 14) -> inputs within the game's box (N, 3). This is what is exported."""
         return to_inputs(torch.tanh(self.actor(normalized_obs)[:, : len(ACTION_LOW)]))
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def drive(self, obs: np.ndarray) -> np.ndarray:
         return self(self.normalize(torch.from_numpy(obs))).numpy()
 

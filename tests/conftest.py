@@ -6,18 +6,19 @@ import io
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 TESTS = Path(__file__).resolve().parent
-# Flags of small runs of each trainer, for tests that start it as a process: iterations of 512 steps with 16 cars.
-OWN = {
-    "ppo": {"rollout-steps": 32, "minibatch-size": 128},
-    "sac": {"log-every": 512, "learning-starts": 512, "batch-size": 64, "updates": 2, "buffer-size": 1000},
+# Settings of small runs of each trainer: iterations of 512 steps with 16 cars, and no evaluation before the end.
+TINY = {
+    "ppo": {"rollout_steps": 32, "minibatch_size": 128},
+    "sac": {"log_every": 512, "learning_starts": 512, "batch_size": 64, "updates": 2, "buffer_size": 1000},
 }
+for settings in TINY.values():
+    settings |= {"num_envs": 16, "eval_every": 10**9, "checkpoint_every": 10**9, "tensorboard": False}
 both = pytest.mark.parametrize("name", ["ppo", "sac"])
 one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
 
@@ -87,14 +88,3 @@ def hold_random_inputs(rng: np.random.Generator, ticks: int) -> np.ndarray:
         action = [rng.uniform(-1, 1), rng.uniform(0, 1), rng.uniform(0, 1) * (rng.random() < 0.2)]
         actions += [action] * int(rng.integers(5, 31))
     return np.array(actions[:ticks])
-
-
-def hold_up(monkeypatch, module, name: str) -> None:
-    """Let a learner of a module be slow, for this monkeypatch."""
-    real, never = getattr(module, name), threading.Event()
-
-    def slow(*arguments):
-        never.wait(0.05)
-        return (yield from real(*arguments))
-
-    monkeypatch.setattr(module, name, slow)

@@ -16,13 +16,17 @@ import callbacks_lite
 from callbacks_lite import (
     REWARD_PARTS,
     TICKS_PER_SECOND,
+    Episode,
     MetricsLogger,
     Progress,
     RaceStats,
+    evaluate,
+    fastest_lap,
     read_csv,
     say,
 )
 from racer_env import RacerVectorEnv
+from racer_sim import RacerSim, load_track
 
 
 def rows(folder):
@@ -333,6 +337,35 @@ def test_an_episode_of_no_ticks_is_none(tmp_path):
     final = {"lap": np.array([1]), "checkpoint": np.array([0]), "stepCount": np.array([0])}
     stats.step(make_infos([1], [0], [0], [True], final, returns=[0.0], cut=[True]))
     assert "rollout/ep_rew_mean" not in logged(stats, tmp_path)
+
+
+# -- lap evaluation -----------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_times_laps_as_the_engine_does():
+    tracks, given = ["track-01", "track-02"], []
+    envs = RacerVectorEnv(2, tracks)
+    episodes = evaluate(lambda obs: (given.append(drive(obs)), given[-1])[1], envs, tracks)
+    assert [e.length for e in episodes] == [3000, 3000] and len(given) == 3000
+    engine, laps = RacerSim(2, tracks), [[], []]
+    for actions in given:
+        before = engine.lap
+        engine.step(actions)
+        for i in np.flatnonzero(engine.lap > before):
+            laps[i].append(int(engine.lap_ticks[i]))
+    assert [e.lap_ticks for e in episodes] == laps and len(laps[0]) >= 3
+    assert episodes[0].first_lap == laps[0][0] and episodes[0].flying_laps == laps[0][1:]
+
+
+def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
+    envs = RacerVectorEnv(1, render_mode="rgb_array")
+    (episode,) = evaluate(drive, envs, ["track-01"])
+    lap = fastest_lap([episode])
+    assert lap["track_id"] == "track-01" and len(lap["places"]) == min(episode.lap_ticks) + 1
+    track = load_track("track-01")
+    starts = [track.search(place[:1], place[1:2])[0][0] for place in (lap["places"][0], lap["places"][-1])]
+    assert all(min(s, track.length - s) < 5 for s in starts), "it begins and ends at the line"
+    assert fastest_lap([Episode("track-01")]) is None
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
