@@ -902,15 +902,21 @@ class Run:
         return self.finished or self.steps // every > self._steps_before // every
 
     def advance(self, steps: int, metrics: dict[str, float]) -> None:
-        """An iteration is over. Learning that has blown up ends the run here, before it reaches a checkpoint."""
+        """An iteration is over."""
+        self.check(metrics)
         self._steps_before, self.steps, self.metrics = self.steps, self.steps + steps, metrics
+
+    def check(self, metrics: dict[str, float]) -> None:
+        """Learning that has blown up ends the run here, before it reaches a checkpoint or the cars."""
         wrong = [f"{name} has become {value}" for name, value in metrics.items() if not math.isfinite(value)]
-        for part in self.parts.values():
-            if isinstance(part, torch.nn.Module):
-                finite = {name: bool(torch.isfinite(w).all()) for name, w in part.state_dict().items()}
-                wrong += [f"the weights {name} have become infinite or NaN" for name in finite if not finite[name]]
+        for name, part in self.parts.items():
+            if (
+                isinstance(part, torch.nn.Module)
+                and not torch.cat([p.flatten() for p in part.parameters()]).isfinite().all()
+            ):
+                wrong.append(f"weights of the {name} have become infinite or NaN")
         if wrong:
-            raise FloatingPointError(f"{wrong[0]} at step {self.steps:,}")
+            raise FloatingPointError(f"{wrong[0]} after step {self.steps:,}")
 
     def evaluate(self, drive: Callable) -> None:
         """An episode per track from the grid, without noise. The best driver so far is saved as best.pt."""

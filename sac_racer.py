@@ -484,6 +484,7 @@ def train(args: Args) -> dict:
                     with run.clock("learning"):
                         samples = buffer.sample(args.updates * batch_size, args.n_step, scaler.scale, generator)
                         history.append(update(agent, actor_optimizer, critic_optimizer, samples, args, generator))
+                        run.check(history[-1])
                 with run.clock("environment"):
                     transition = driving.result()
                 buffer.add(obs, actions, transition)

@@ -1,8 +1,9 @@
-"""What several test files need: servers as processes of their own, and simple drivers."""
+"""What several test files need: servers as processes of their own, simple drivers, small runs of both trainers."""
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -11,23 +12,73 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import ppo_racer
+import sac_racer
+from callbacks_lite import load_checkpoint, read_args
+
 TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+MODULES = {"ppo": ppo_racer, "sac": sac_racer}
 # Settings of small runs of each trainer: iterations of 512 steps with 16 cars, and no evaluation before the end.
 TINY = {
-    "ppo": {"rollout_steps": 32, "minibatch_size": 128},
+    "ppo": {"rollout_steps": 32, "minibatch_size": 128, "update_epochs": 2},
     "sac": {"log_every": 512, "learning_starts": 512, "batch_size": 64, "updates": 2, "buffer_size": 1000},
 }
 for settings in TINY.values():
     settings |= {"num_envs": 16, "eval_every": 10**9, "checkpoint_every": 10**9, "tensorboard": False}
+# The same on a bridge: iterations of 100 steps with 2 cars.
+TINY_BRIDGE = {
+    "ppo": {"rollout_steps": 50, "minibatch_size": 50},
+    "sac": {"log_every": 100, "learning_starts": 100, "batch_size": 16, "action_repeat": 2},
+}
+for settings in TINY_BRIDGE.values():
+    settings |= {"num_envs": 2, "start": "grid", "eval_every": 10**9, "tensorboard": False}
 both = pytest.mark.parametrize("name", ["ppo", "sac"])
 one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
+
+
+def flags(settings: dict) -> list[str]:
+    """Settings as a command line."""
+    words = []
+    for name, value in settings.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
+def args_of(name: str, *words, **settings):
+    """The Args of a command line."""
+    module = MODULES[name]
+    return read_args(module.Args, module.PRESETS, name, [*map(str, words), *flags(settings)], module.__doc__)
+
+
+def resume(name: str, path: Path, **settings) -> dict:
+    return MODULES[name].train(args_of(name, "--resume", path, **settings))
+
+
+def load(name: str, path: Path) -> dict:
+    return load_checkpoint(path, name)
+
+
+def steps_of(name: str, path: Path) -> int:
+    return load(name, path)["run"]["steps"]
+
+
+def short_episodes(folder: Path, ticks: int) -> Path:
+    """A config file for shorter episodes, and so for shorter evaluations."""
+    path = folder / f"short-{ticks}.json"
+    path.write_text((ROOT / "ai-config.json").read_text().replace("3000", str(ticks)))
+    return path
 
 
 class Server:
     """A bridge server in its own process."""
 
-    def __init__(self, *arguments: str):
-        command = [sys.executable, str(TESTS / "bridge_server.py"), *arguments]
+    def __init__(self, *arguments: str, script: str = "bridge_server.py"):
+        command = [sys.executable, str(TESTS / script), *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         line = self.process.stdout.readline()
         match = re.search(r"ws://\S+", line)
@@ -45,8 +96,8 @@ def bridge():
     """bridge(*arguments) -> a running Server; all are killed after the test."""
     servers = []
 
-    def start(*arguments: str) -> Server:
-        servers.append(Server(*arguments))
+    def start(*arguments: str, **named) -> Server:
+        servers.append(Server(*arguments, **named))
         return servers[-1]
 
     yield start
@@ -60,6 +111,25 @@ def good_bridge():
     server = Server()
     yield server
     server.kill()
+
+
+@pytest.fixture
+def start():
+    """start(name, *words, script=None, **settings) -> a running trainer, killed after the test"""
+    processes = []
+
+    def start(name, *words, script=None, **settings):
+        command = [sys.executable, str(script or ROOT / f"{name}_racer.py"), *map(str, words), *flags(settings)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        processes.append(subprocess.Popen(command, **pipes, text=True, env=environment))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 class Failing(io.StringIO):
