@@ -43,7 +43,7 @@ import gymnasium
 import numpy as np
 import tyro
 
-from callbacks_lite import evaluate
+from callbacks_lite import PUBLISHED_LAP_TICKS, evaluate
 from racer_env import BridgeError, RacerVectorEnv
 from racer_sim import RacerSim
 
@@ -120,17 +120,11 @@ def lean(observations: np.ndarray) -> np.ndarray:
 # -- 1 the environment ---------------------------------------------------------------------------------------------------
 
 
-class _BareEngine:
-    """RacerSim with the two methods of an environment that are measured."""
+class BareEngine(RacerSim):
+    """The engine with what is measured of an environment."""
 
-    def __init__(self, num_envs: int, tracks, start: str):
-        self.sim = RacerSim(num_envs, tracks, start=start)
-
-    def reset(self, seed: int):
-        return self.sim.observe(), {}
-
-    def step(self, actions):
-        return self.sim.step(actions)
+    def reset(self, cars=None, seed=None):
+        return super().reset(cars), {}
 
     def close(self) -> None:
         pass
@@ -153,7 +147,7 @@ def run_benchmark(
     tracks = [track_id] if isinstance(track_id, str) else list(track_id)
     start = "grid" if bridge_url else "anywhere"  # spread over the track, as in training
     envs = (
-        _BareEngine(num_envs, tracks, start)
+        BareEngine(num_envs, tracks, start=start)
         if engine_only
         else RacerVectorEnv(num_envs, tracks, None, bridge_url, start)
     )
@@ -252,44 +246,40 @@ def ppo_learner():
     import ppo_racer as trainer
 
     args, generator = trainer.Args(), torch.Generator().manual_seed(0)
-    torch.set_num_threads(args.threads)
-    agent, count = trainer.Agent(), args.steps_per_iteration
-    optimizers = trainer.make_optimizers(agent, args.learning_rate)
-    batch = {"obs": torch.randn(count, 14, generator=generator), "actions": torch.randn(count, 3, generator=generator)}
-    batch |= {"logprobs": torch.full((count,), -3.0), "advantages": torch.randn(count, generator=generator)}
-    batch["returns"] = torch.randn(count, generator=generator)
-    updates = args.update_epochs * count // args.minibatch_size
-    team = trainer.Team()
-    return lambda: trainer.update(agent, optimizers, batch, args, generator, team), updates, args.update_epochs * count
+    torch.set_num_threads(1)
+    agent, count = trainer.make_agent(args), args.steps_per_iteration
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
+    shapes = {"normalized_obs": (14,), "actions": (3,), "advantages": (), "returns": ()}
+    batch = {name: torch.randn(count, *shape, generator=generator) for name, shape in shapes.items()}
+    batch["logprobs"] = torch.full((count,), -3.0)
+    samples = args.update_epochs * count
+    return lambda: trainer.update(agent, optimizer, batch, args, generator), samples // args.minibatch_size, samples
 
 
 def sac_learner():
     """SAC's update after a choice of all cars, at the default settings: the critics' steps are counted."""
-    from concurrent.futures import ThreadPoolExecutor
-
     import torch
 
     import sac_racer as trainer
 
     args, generator = trainer.Args(), torch.Generator().manual_seed(0)
-    torch.set_num_threads(args.threads)
-    agent, size = trainer.Agent(), (args.updates, args.batch_size)
+    torch.set_num_threads(1)
+    agent, count = trainer.make_agent(args), args.updates * args.batch_size
     optimizers = trainer.make_optimizers(agent, args.learning_rate)
     shapes = {"obs": (14,), "next_obs": (14,), "actions": (3,), "rewards": (), "discounts": ()}
-    batches = {name: tuple(torch.rand(*size, *shape, generator=generator)) for name, shape in shapes.items()}
-    team, cores = trainer.Team(), ThreadPoolExecutor(1)
-    samples = args.updates * args.batch_size
-    return lambda: trainer.update(agent, optimizers, batches, args, generator, cores, team), args.updates, samples
+    samples = {name: torch.rand(count, *shape, generator=generator) for name, shape in shapes.items()}
+    return lambda: trainer.update(agent, *optimizers, samples, args, generator), args.updates, count
 
 
 # -- 3 training ------------------------------------------------------------------------------------------------------------
 
-# A run as a process of its own, which writes what it reached to a file.
+# A run as a process of its own, which writes what it reached, and how long it took to begin, to a file.
 RUN = """
-import json, sys, time
-import {name}_racer as trainer
-result = trainer.train(trainer.Args(seed={seed}, run_dir=trainer.Path({folder!r}), total_timesteps={total}))
-json.dump(result, open({path!r}, "w"), default=str)
+import time; begun = time.perf_counter()
+import json, {name}_racer as trainer
+before = time.perf_counter() - begun
+result = trainer.train(trainer.Args(seed={seed}, run_dir=trainer.Path({folder!r}){more}))
+json.dump({{**result, "before": before, "best": result["best"]["episodes"]}}, open({path!r}, "w"))
 """
 
 
@@ -310,20 +300,21 @@ def bench_training(args: Args) -> list[dict]:
 def run_training(name: str, seed: int, args: Args) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
-        script = RUN.format(name=name, seed=seed, folder=folder, path=str(path), total=args.total_timesteps)
+        more = f", total_timesteps={args.total_timesteps}" if args.total_timesteps else ""
+        script = RUN.format(name=name, seed=seed, folder=folder, path=str(path), more=more)
         begun = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
         seconds = time.perf_counter() - begun
         if done.returncode:
             raise RuntimeError(f"{name}_racer.py failed: {done.stderr.strip()[-500:]}")
         result = json.loads(path.read_text())
-    beaten, best = result["published_beaten"], result["best"]["episodes"]
+    beaten, best = result["published_beaten"], result["best"]
     return {
         "steps": result["steps"],
         "seconds": seconds,
         "steps_per_sec": result["steps"] / seconds,
         "loop_steps_per_sec": result["steps_per_sec"],
-        "seconds_to_lap": beaten["seconds"] if beaten else None,
+        "seconds_to_lap": result["before"] + beaten["seconds"] if beaten else None,
         "steps_to_lap": beaten["steps"] if beaten else None,
         "flying_lap_sec": best[0]["flying_lap_sec"] if best else None,
         "clock": result["clock"],
@@ -442,23 +433,20 @@ def sb3_training(name: str, args: Args) -> dict:
     import stable_baselines3
     from stable_baselines3.common.callbacks import BaseCallback
 
-    import ppo_racer
-
     cars, judge = sb3_cars(8 if name == "ppo" else 1), RacerVectorEnv(1)
     model = getattr(stable_baselines3, name.upper())("MlpPolicy", cars, seed=1, device="cpu")
-    every, mark = 20_000 if name == "ppo" else 5_000, ppo_racer.PUBLISHED_LAP_TICKS["track-01"]
+    every, mark = 20_000 if name == "ppo" else 5_000, PUBLISHED_LAP_TICKS["track-01"]
     reached: dict = {"lap": None, "judging": 0.0}
 
-    class Driver:
-        def driver(self):
-            return lambda obs: model.predict(cars.normalize_obs(obs), deterministic=True)[0]
+    def drive(obs):
+        return model.predict(cars.normalize_obs(obs), deterministic=True)[0]
 
     class Until(BaseCallback):
         def _on_step(self) -> bool:
             seconds = time.perf_counter() - begun - reached["judging"]
             if self.num_timesteps % every < self.training_env.num_envs:
                 judging = time.perf_counter()
-                (episode,), _ = evaluate(Driver(), judge, ["track-01"])
+                (episode,) = evaluate(drive, judge, ["track-01"])
                 reached["judging"] += time.perf_counter() - judging
                 if min(episode.flying_laps, default=mark) < mark:
                     reached["lap"], reached["best"] = seconds, min(episode.flying_laps) / 60

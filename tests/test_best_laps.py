@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import args_of
 
 import ppo_racer
-import sac_racer
-from callbacks_lite import BEST_LAP_TICKS, best_lap_ticks
+from callbacks_lite import BEST_LAP_TICKS, Episode, best_lap_ticks, describe, eval_metrics, evaluate_driver, summarize
 from racer_env import DEFAULT_CONFIG_PATH, RacerVectorEnv, load_config
 from racer_sim import TRACKS, RacerSim
 
@@ -50,41 +50,43 @@ def test_the_two_reward_files_differ_in_the_price_of_the_shoulder_alone():
     assert best_lap_ticks("mine.json", usual | {"weights": {"offTrackPenalty": -0.001}}) is None
 
 
-@pytest.mark.parametrize("module", [ppo_racer, sac_racer])
-def test_laps_are_shown_as_a_share_of_the_best_known(module):
+def test_laps_are_shown_as_a_share_of_the_best_known():
     best = BEST_LAP_TICKS["road"]["track-01"]
-    episode = module.Episode("track-01", lap_ticks=[500, 2 * best, 2 * best + 10, 2 * best - 10], best_known=best)
-    assert module.summarize([episode])["percent_of_best"] == pytest.approx(50.0)
-    assert "50.0 % of the best known" in module.describe(module.summarize([episode]))
-    cutting = module.Episode("track-01", lap_ticks=[500, best - 5], best_known=best)  # not on the road, then
-    assert module.summarize([cutting])["percent_of_best"] == pytest.approx(
-        100 * BEST_LAP_TICKS["any"]["track-01"] / (best - 5)
-    )
-    whole = module.Episode("track-02", lap_ticks=[999, 900], best_known=900)
-    unknown = module.Episode("mine", lap_ticks=[999, 900])
-    assert module.eval_metrics([episode, whole, unknown])["eval/percent_of_best_lap"] == pytest.approx(75.0)
-    assert "eval/percent_of_best_lap" not in module.eval_metrics([unknown])
-    assert "best known" not in module.describe(module.summarize([unknown]))
+    episode = Episode("track-01", lap_ticks=[500, 2 * best, 2 * best + 10, 2 * best - 10], best_known=best)
+    assert summarize([episode])["percent_of_best"] == pytest.approx(50.0)
+    assert "50.0 % of the best known" in describe(summarize([episode]))
+    cutting = Episode("track-01", lap_ticks=[500, best - 5], best_known=best)  # not on the road, then
+    share = 100 * BEST_LAP_TICKS["any"]["track-01"] / (best - 5)
+    assert summarize([cutting])["percent_of_best"] == pytest.approx(share)
+    whole = Episode("track-02", lap_ticks=[999, 900], best_known=900)
+    unknown = Episode("mine", lap_ticks=[999, 900])
+    assert eval_metrics([episode, whole, unknown])["eval/percent_of_best_lap"] == pytest.approx(75.0)
+    assert "eval/percent_of_best_lap" not in eval_metrics([unknown])
+    assert "best known" not in describe(summarize([unknown]))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_driver_laps_from_anywhere_on_every_track_and_on_two_it_has_never_seen(tmp_path, capsys):
     """The three-track default: 200 random starts a track, and no more than one in a hundred without its laps."""
-    tracks = tuple(TRACKS)
-    args = ppo_racer.Args(track_id=tracks, total_timesteps=8_000_000, run_dir=tmp_path, tensorboard=False)
-    folder = Path(ppo_racer.train(args)["run_folder"])
+    tracks = ("--track-id", *TRACKS)
+    args = args_of("ppo", *tracks, total_timesteps=8_000_000, run_dir=tmp_path, run_name="run", tensorboard=False)
+    ppo_racer.train(args)
+
+    def drive_from(*words, **settings):
+        args = args_of("ppo", "--evaluate", tmp_path / "run", *words, **settings)
+        return evaluate_driver(args, "ppo", ppo_racer.make_agent)
+
     out = tmp_path / "out.json"
-    flags = {"evaluate": folder, "start": "anywhere", "json": out}
-    results = ppo_racer.evaluate_checkpoint(ppo_racer.Args(**flags, episodes=200))
-    results += ppo_racer.evaluate_checkpoint(ppo_racer.Args(**flags, episodes=50, track_id=tuple(HELD_OUT)))
-    assert [result["track"] for result in results] == [*tracks, *HELD_OUT]
+    results = drive_from(start="anywhere", episodes=200, json=out)
+    assert json.loads(out.read_text()) == results
+    results += drive_from("--track-id", *HELD_OUT, start="anywhere", episodes=50)
+    assert [result["track"] for result in results] == [*TRACKS, *HELD_OUT]
     for result in results:
         assert result["failures"] <= 0.01 * result["episodes"], result
         assert result["completion_rate"] >= 0.99 and result["laps"] > result["episodes"], result
-    assert json.loads(out.read_text()) == results[3:]
     assert "all tracks: 600 episodes, " in capsys.readouterr().out
-    for result in ppo_racer.evaluate_checkpoint(ppo_racer.Args(evaluate=folder, episodes=1)):
+    for result in drive_from(episodes=1):
         assert result["percent_of_best"] > 90, result
 
 
