@@ -119,38 +119,27 @@ def load_config(config_path: str | Path | None = None) -> dict:
     """
     if config_path is not None and not isinstance(config_path, (str, Path)):
         raise ValueError(f"config_path is {_start_of(config_path)}; it must be the path of a JSON file")
-    path = Path(config_path) if config_path is not None else DEFAULT_CONFIG_PATH
+    path = Path(config_path or DEFAULT_CONFIG_PATH)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"config file {path} does not exist; leave config_path out for {DEFAULT_CONFIG_PATH.name}"
-        ) from error
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"config file {path} is not JSON: {error}") from error
-    check_config(config, f"config file {path}")
-    return config
-
-
-def check_config(config, source: str = "config") -> None:
-    """A ValueError that names the key, if this is not a whole config in the game's schema."""
-    _check_keys(config, DEFAULT_CONFIG, source, "")
+    _check_keys(config, DEFAULT_CONFIG, f"config file {path}", "")
     for section, defaults in DEFAULT_CONFIG.items():
-        _check_keys(config[section], defaults, source, f"{section}.")
+        _check_keys(config[section], defaults, f"config file {path}", f"{section}.")
         for key, value in config[section].items():
-            name = f"{source}: {section}.{key}"
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
-                raise ValueError(f"{name} is {_start_of(value)}; it must be a finite number, e.g. {defaults[key]}")
-            if section == "episode" and (not isinstance(value, int) or value < 1):
+            wanted = "a whole number of ticks, 1 or more" if section == "episode" else "a finite number"
+            fits = _is_number(value) and (section != "episode" or (isinstance(value, int) and value >= 1))
+            if key == "stillnessSpeedThreshold":
+                wanted, fits = "a speed, 0 or more", fits and value >= 0
+            if not fits:
+                name, example = f"{section}.{key}", defaults[key]
                 raise ValueError(
-                    f"{name} is {_start_of(value)}; it must be a whole number of ticks, 1 or more, e.g. {defaults[key]}"
+                    f"config file {path}: {name} is {_start_of(value)}; it must be {wanted}, e.g. {example}"
                 )
-            if key == "stillnessSpeedThreshold" and value < 0:
-                raise ValueError(
-                    f"{name} is {value}; a speed is never negative, so it must be 0 or more, e.g. {defaults[key]}"
-                )
+    return config
 
 
 def _check_keys(found, expected: dict, source: str, prefix: str) -> None:
@@ -159,23 +148,19 @@ def _check_keys(found, expected: dict, source: str, prefix: str) -> None:
         raise ValueError(
             f"{source}: {what} {_start_of(found)}; it must be an object with the keys {', '.join(expected)}"
         )
-    for key in found:
-        if key not in expected:
-            near = difflib.get_close_matches(str(key), expected, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(expected)}"
-            raise ValueError(f"{source}: unknown key {prefix}{key}; {hint}")
+    for key in sorted(set(found) - set(expected)):
+        near = difflib.get_close_matches(key, expected, n=1)
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(expected)}"
+        raise ValueError(f"{source}: unknown key {prefix}{key}; {hint}")
     for key in expected:
         if key not in found:
-            raise ValueError(
-                f"{source}: {prefix}{key} is missing; the game needs the config whole, e.g. {json.dumps(expected[key])}"
-            )
+            example = json.dumps(expected[key])
+            raise ValueError(f"{source}: {prefix}{key} is missing; the game needs the config whole, e.g. {example}")
 
 
-def _finite(value) -> bool:
-    try:
-        return math.isfinite(value)
-    except (OverflowError, TypeError):
-        return False
+def _is_number(value) -> bool:
+    """A finite number that a float can hold. (True is none, nor is a whole number of 400 digits.)"""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _start_of(value, length: int = 80) -> str:
@@ -195,17 +180,13 @@ def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
             f"action has dtype {array.dtype}: {_start_of(actions)}; it must be numbers {list(ACTION_NAMES)}"
         )
     if array.shape != shape:
-        raise ValueError(
-            f"action has shape {array.shape}; it must have shape {shape}: {list(ACTION_NAMES)}"
-            + (" per car" * (len(shape) > 1))
-        )
+        wanted = f"{shape}: {list(ACTION_NAMES)}" + (" per car" * (len(shape) > 1))
+        raise ValueError(f"action has shape {array.shape}; it must have shape {wanted}")
     array = array.astype(np.float64)
     if not np.isfinite(array).all():
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-        car = f" of car {where[0]}" if len(where) > 1 else ""
-        raise ValueError(
-            f"action{car}: {ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only"
-        )
+        name = f"action of car {where[0]}: " if len(where) > 1 else "action: "
+        raise ValueError(f"{name}{ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only")
     return array
 
 
@@ -413,7 +394,7 @@ class BridgeConnection:
         if kind is bool:
             if isinstance(value, bool):
                 return value
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and _finite(value):
+        elif _is_number(value):
             if kind is float:
                 return float(value)
             if value == int(value) and abs(value) < 2**53:
@@ -725,7 +706,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                      end in the same tick
         first_car    for a fleet that several processes share: car i of this environment is car first_car + i of the fleet,
                      which decides its track and its seed
-    reset(seed=s) seeds car i with s + i; options={"reset_mask": mask} resets some cars only.
+    reset(seed=s) seeds car i with s + i.
 
     After a fault with retries left, all cars begin new episodes. The old ones end as truncated, with the last observation
     that came from the game: if the fault was in a step, this step moved nobody and its reward is 0. `bridge_faults` counts.
@@ -815,40 +796,17 @@ class RacerVectorEnv(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
         _check_open(self._state)
-        mask, seeds = self._reset_mask(options), self._seeds(seed)
-        cars = np.flatnonzero(mask)
-        self._state = "new" if mask.all() else self._state
+        seeds, everyone = self._seeds(seed), np.arange(self.num_envs)
+        self._state = "new"
         try:
-            observations, info = self._cars.reset(cars, None if seeds is None else [seeds[i] for i in cars])
+            self._observations, self._progress = self._cars.reset(everyone, seeds)
         except BridgeError as error:
-            observations, info = self._reconnect(error)
-            mask, cars = self._all_cars, np.arange(self.num_envs)
+            self._observations, self._progress = self._reconnect(error)
         self._state = "running"
-        self._begin_episodes(cars)
-        self._observations = observations if mask.all() else self._observations.copy()
-        self._observations[cars] = observations
-        infos = {key: np.zeros(self.num_envs, value.dtype) for key, value in info.items()}
-        for key, value in info.items():
-            infos[key][cars] = value
-        self._progress = (
-            infos if mask.all() else {key: np.where(mask, infos[key], self._progress[key]) for key in infos}
-        )
-        return self._observations.copy(), _with_masks(infos, mask)
+        self._begin_episodes(everyone)
+        return self._observations.copy(), _with_masks(self._progress, self._all_cars)
 
-    def _reset_mask(self, options) -> np.ndarray:
-        mask = (options or {}).get("reset_mask")
-        if mask is None:
-            return self._all_cars
-        mask = np.asarray(mask)
-        if mask.shape != (self.num_envs,) or mask.dtype != bool or not mask.any():
-            raise ValueError(
-                f"reset_mask must be {self.num_envs} booleans with at least one True, got {_start_of(mask.tolist())}"
-            )
-        if self._state == "new":
-            raise ValueError("reset_mask used before the first reset: call reset() for all cars first")
-        return mask
-
-    def _seeds(self, seed):
+    def _seeds(self, seed) -> list[int | None] | None:
         """One seed per car, None to go on with the random numbers as they are (fresh ones on the first reset)."""
         if seed is None and self._state == "new":
             seed = int(np.random.SeedSequence().generate_state(1)[0])
@@ -857,15 +815,14 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         if isinstance(seed, (int, np.integer)):
             super().reset(seed=int(seed))
             return [int(seed) + self.first_car + i for i in range(self.num_envs)]
-        if len(seed) != self.num_envs:
-            raise ValueError(f"seed is a list of {len(seed)}; it needs one per car, {self.num_envs}")
-        for i, value in enumerate(seed):
-            if value is not None and (not isinstance(value, (int, np.integer)) or value < 0):
-                raise ValueError(f"seed of car {i} is {value!r}; it must be a whole number, 0 or more, or None")
-        if self._state == "new":  # a car without a seed starts with a fresh one, not with everybody's first
-            fresh = np.random.SeedSequence().generate_state(self.num_envs)
-            return [int(fresh[i]) if value is None else int(value) for i, value in enumerate(seed)]
-        return list(seed)
+        if len(seed) != self.num_envs or any(s is not None and (not isinstance(s, int) or s < 0) for s in seed):
+            raise ValueError(
+                f"seed is {_start_of(seed)}; it must be a whole number, or one (or None) for each of {self.num_envs} cars"
+            )
+        fresh = (
+            np.random.SeedSequence().generate_state(self.num_envs) if self._state == "new" else [None] * self.num_envs
+        )
+        return [other if s is None else s for s, other in zip(seed, fresh, strict=True)]
 
     def step(self, actions):
         _check_open(self._state)

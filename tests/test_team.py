@@ -237,7 +237,7 @@ def test_a_run_goes_on_with_another_number_of_processes(launch, tmp_path, name):
     assert result["finished"] and result["steps"] == 5120
     after = load(name, tmp_path / "a")["parts"]
     assert len(before["envs"]) == 2 and len(after["envs"]) == 1
-    assert after["scaler"][0]["moments"][2] > before["scaler"][0]["moments"][2] > 2000, (
+    assert after["scaler"][0]["moments"][2] > before["scaler"][0]["moments"][2] > 1000, (
         "what rewards are scaled by goes on"
     )
     out = finish(launch(name, "--resume", tmp_path / "a", "--total-timesteps", "6144", processes=4))
