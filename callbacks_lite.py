@@ -70,6 +70,7 @@ NOT_SETTINGS = ("resume", "evaluate", "episodes", "json", "export", "checkpoint"
 ANSWER_TIMEOUT_S = 45.0  # another process of the run that has not answered for so long is given up
 RANK_SEED_STRIDE = 1_000_003  # between the random numbers of the processes of a run
 EXIT_ERROR, EXIT_USAGE, EXIT_BRIDGE, EXIT_PROCESS, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 4, 130, 143
+KNOWN_TO_ALL = (0, EXIT_BRIDGE, EXIT_INTERRUPTED, EXIT_TERMINATED)  # ends that every process of a run knows of
 
 # ======================================================================================================================
 # 1  MetricsLogger
@@ -622,12 +623,7 @@ def on_two_cores(first: Callable, second: Callable) -> tuple:
 
 def leave(code: int) -> None:
     """End the process at once. Python's own clean-up would take half a second, and threads of gloo can abort it."""
-    if code in (
-        0,
-        EXIT_BRIDGE,
-        EXIT_INTERRUPTED,
-        EXIT_TERMINATED,
-    ):  # all know; torchrun ends all as soon as one has failed
+    if code in KNOWN_TO_ALL:  # then wait for the others: torchrun ends all as soon as one has failed
         with contextlib.suppress(RuntimeError):
             all_gather(None)
     for stream in (sys.stdout, sys.stderr):

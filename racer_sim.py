@@ -1021,21 +1021,8 @@ class RacerSim:
     The arrays a step returns, and the state arrays it leaves behind, are new ones every time: keep them as you like.
     """
 
-    FLOATS = (
-        "x",
-        "y",
-        "vx",
-        "vy",
-        "heading",
-        "yaw_rate",
-        "speed",
-        "steer",
-        "throttle",
-        "brake",
-        "s",
-        "centre_distance",
-        "half_width",
-    )
+    CAR = ("x", "y", "vx", "vy", "heading", "yaw_rate", "speed", "steer", "throttle", "brake")
+    FLOATS = (*CAR, "s", "centre_distance", "half_width")
     COUNTERS = ("step_count", "stillness", "lap", "checkpoint", "lap_start", "lap_ticks")
     # lap_start: the tick at which the current lap began on the finish line, -1 on a lap begun elsewhere
     # lap_ticks: how long the last whole lap took, 0 before there is one

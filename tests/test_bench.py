@@ -92,18 +92,13 @@ def test_no_bridge_is_exit_code_2(capsys):
     assert "no game bridge at" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("steps", 0), ("repeats", 0), ("warmup", -1), ("num_envs", 0), ("target", -1.0)]
-)
+@pytest.mark.parametrize(("name", "value"), [("steps", 0), ("repeats", 0), ("warmup", -1), ("num_envs", 0)])
 def test_bad_flags_are_named(name, value):
     with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value}"):
         Args(**{name: value})
 
 
 def test_nonsense_is_refused_before_anything_is_measured(tmp_path, capsys):
-    for arguments in ({"steps": 0}, {"repeats": 0}, {"warmup": -1}):
-        with pytest.raises(ValueError, match="are needed"):
-            run_benchmark(**arguments)
     assert main(Args(**QUICK, json=tmp_path / "no" / "such" / "folder.json")) == 2
     assert "cannot be written" in capsys.readouterr().err
 
