@@ -1134,7 +1134,7 @@ def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], d
 
 def help_text(Args, preset, doc: str) -> str:
     """One line a flag, in the groups of Args, with the default that holds for this command line."""
-    lines, name = doc.split("\n\n")[:2], None
+    lines, name = ["\n\n".join(doc.split("\n\n")[:2])], None
     for line in inspect.getsource(Args).splitlines():
         if group := re.match(r"    # -- (.*)", line):
             lines += ["", f"{group[1]}:"]

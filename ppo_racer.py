@@ -349,7 +349,8 @@ def critic_gradient(agent: Agent, mb: dict[str, torch.Tensor]):
 def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, generator) -> dict[str, float]:
     """Some epochs of minibatch steps on one rollout. -> metrics
 
-    Actor and critic share no weights, so their gradients are worked out at the same time.
+    Actor and critic share no weights, so their gradients are worked out at the same time. (If you let them share layers, add
+    the two losses and call backward once.)
     """
     parameters, policy_losses, value_losses, logratios = list(agent.parameters()), [], [], []
     count = max(1, round(len(batch["returns"]) * world_size() / args.minibatch_size))
@@ -408,7 +409,7 @@ def train(args: Args) -> dict:
     generator = make_generator(args.seed)
     storage = Storage(args.rollout_steps, envs.num_envs)
     parts = {"agent": agent, "optimizer": optimizer, "scaler": scaler, "envs": envs, "generator": generator}
-    with Run("ppo", args, envs, parts) as run:  # restores the parts of a run that is resumed
+    with Run("ppo", args, envs, parts) as run:  # restores the parts on --resume
         while not run.done:
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.progress)

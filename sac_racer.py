@@ -400,21 +400,17 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
 
     Targets are worked out for all samples at once, with the actor and the critics' targets as they are before these steps.
     """
-    normalized_obs, actions, next_obs = (
-        agent.normalize(samples["obs"]),
-        samples["actions"],
-        agent.normalize(samples["next_obs"]),
-    )
-    noise, next_noise = torch.randn(2, *actions.shape, generator=generator)
+    normalized_obs, normalized_next_obs = agent.normalize(samples["obs"]), agent.normalize(samples["next_obs"])
+    noise, next_noise = torch.randn(2, *samples["actions"].shape, generator=generator)
     with torch.no_grad():
-        next_actions, next_logprobs = agent.sample(next_obs, next_noise)
-        next_values = agent.values(agent.critic_targets, next_obs, next_actions)
+        next_actions, next_logprobs = agent.sample(normalized_next_obs, next_noise)
+        next_values = agent.values(agent.critic_targets, normalized_next_obs, next_actions)
         alpha = agent.log_alpha.exp()
         targets = soft_target(samples["rewards"], samples["discounts"], next_values, next_logprobs, alpha)
 
     critic_losses, actor_losses = [], []
-    minibatches = zip(*(x.chunk(args.updates) for x in (normalized_obs, actions, targets, noise)), strict=True)
-    for i, (mb_obs, mb_actions, mb_targets, mb_noise) in enumerate(minibatches):
+    parts = (values.chunk(args.updates) for values in (normalized_obs, samples["actions"], targets, noise))
+    for i, (mb_obs, mb_actions, mb_targets, mb_noise) in enumerate(zip(*parts, strict=True)):
         loss = critic_loss(agent.values(agent.critics, mb_obs, mb_actions), mb_targets)
         critic_optimizer.zero_grad()
         loss.backward()
@@ -428,10 +424,8 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
             loss = actor_loss(agent.values(agent.critics, mb_obs, new_actions), logprobs, alpha)
             price = alpha_loss(agent.log_alpha, logprobs.detach(), args.target_entropy)
             actor_optimizer.zero_grad()
-            own = actor_optimizer.param_groups[0][
-                "params"
-            ]  # what the actor asks them is nothing for the critics to learn from
-            (loss + price if args.autotune else loss).backward(inputs=own)
+            # The critics do not learn from what the actor asks them.
+            (loss + price if args.autotune else loss).backward(inputs=actor_optimizer.param_groups[0]["params"])
             average_gradients(actor_optimizer)
             actor_optimizer.step()
             actor_losses.append(torch.stack([loss.detach(), price.detach(), alpha, -logprobs.detach().mean()]))
@@ -464,10 +458,7 @@ def train(args: Args) -> dict:
     batch_size = math.ceil(args.batch_size / world_size())  # every process draws its share
     parts = {"agent": agent, "actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer, "scaler": scaler}
     parts |= {"envs": envs, "generator": generator} | ({"buffer": buffer} if args.save_buffer else {})
-    with (
-        ThreadPoolExecutor(1) as other_core,
-        Run("sac", args, envs, parts) as run,
-    ):  # Run restores the parts of a resumed run
+    with Run("sac", args, envs, parts) as run, ThreadPoolExecutor(1) as other_core:  # restores the parts on --resume
         while not run.done:
             if args.anneal_lr:
                 for optimizer in (actor_optimizer, critic_optimizer):
@@ -502,12 +493,8 @@ def train(args: Args) -> dict:
 
 def learns(buffer: ReplayBuffer, args: Args) -> bool:
     """Whether enough has been driven to learn from."""
-    steps = buffer.filled * args.steps_per_choice
-    return (
-        args.updates > 0
-        and buffer.filled >= args.n_step
-        and (steps >= args.learning_starts or buffer.filled == buffer.rows)
-    )
+    enough = buffer.filled * args.steps_per_choice >= args.learning_starts or buffer.filled == buffer.rows
+    return args.updates > 0 and buffer.filled >= args.n_step and enough
 
 
 def main() -> int:
