@@ -247,7 +247,11 @@ def ppo_learner():
     batch = {name: torch.randn(count, *shape, generator=generator) for name, shape in shapes.items()}
     batch["logprobs"] = torch.full((count,), -3.0)
     samples = args.update_epochs * count
-    return lambda: trainer.update(agent, optimizer, batch, args, generator), samples // args.minibatch_size, samples
+    return (
+        lambda: trainer.update(agent, optimizer, batch, args.ent_coef, args, generator),
+        samples // args.minibatch_size,
+        samples,
+    )
 
 
 def sac_learner():

@@ -1,19 +1,17 @@
-"""What surrounds an algorithm: metrics, laps, evaluation, checkpoints, the run folder, several processes, the command line.
+"""Everything around the algorithm: metrics, laps, evaluation, checkpoints, the run folder, several processes, the command line.
 
-    logger = MetricsLogger("runs/mine")
-    logger.record("train/loss", 0.3)             # the last value counts
-    logger.dump(step=16_384)                     # -> TensorBoard and runs/mine/metrics.csv
+logger = MetricsLogger("runs/mine")
+logger.record("train/loss", 0.3)             # the last value counts
+logger.dump(step=16_384)                     # -> TensorBoard and runs/mine/metrics.csv
 
-    1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
-    2  RaceStats        laps, episodes and reward parts of the cars that train
-    3  lap evaluation   what a driver does without noise: laps, lap times, their share of the best lap known
-    4  the terminal     where the time goes, how far a run is
-    5  processes        one run in several processes: gather values, average gradients
-    6  files            a checkpoint, a run folder
-    7  Run              one training run: restores, counts, evaluates, logs, saves, stops on signals, reports
-    8  command line     flags and presets, --help, --evaluate, --export, exit codes
-
-The trainers call these by name, in the order in which things happen.
+1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
+2  RaceStats        laps, episodes and reward parts of the cars that train
+3  lap evaluation   what a driver does without noise: laps, lap times, their share of the best lap known
+4  the terminal     where the time goes, how far a run is
+5  processes        one run in several processes: gather values, average gradients
+6  files            a checkpoint, a run folder
+7  Run              one training run: restores, counts, evaluates, logs, saves, stops on signals, reports
+8  command line     flags and presets, --help, --evaluate, --export, exit codes
 """
 
 from __future__ import annotations
@@ -52,8 +50,8 @@ import tyro
 from racer_env import ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, BridgeError, RacerVectorEnv
 from racer_sim import REWARD_PARTS, TICKS_PER_SECOND, TRACKS
 
-# The best flying laps known, in ticks: under the default rewards, which keep a car on the road, and at any price, over the
-# shoulders too. Found by long training and direct search; the inputs that drive them are in tests/golden/best-laps.
+# The best flying laps known, in ticks: under the default rewards, which keep a car on the road, and with the shoulders
+# allowed. Found by long training and direct search; the inputs that drive them are in tests/golden/best-laps.
 BEST_LAP_TICKS = {
     "road": {"track-01": 385, "track-02": 946, "track-03": 1012},
     "any": {"track-01": 326, "track-02": 892, "track-03": 904},
@@ -67,7 +65,7 @@ MAY_CHANGE = (  # when a run is resumed
     *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
 )
 NOT_SETTINGS = ("resume", "evaluate", "episodes", "json", "export", "checkpoint")  # flags that say what to do, not how
-ANSWER_TIMEOUT_S = 45.0  # another process of the run that has not answered for so long is given up
+ANSWER_TIMEOUT_S = 45.0  # another process that has not answered for so long is considered dead
 RANK_SEED_STRIDE = 1_000_003  # between the random numbers of the processes of a run
 EXIT_ERROR, EXIT_USAGE, EXIT_BRIDGE, EXIT_PROCESS, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 4, 130, 143
 KNOWN_TO_ALL = (0, EXIT_BRIDGE, EXIT_INTERRUPTED, EXIT_TERMINATED)  # ends that every process of a run knows of
@@ -81,7 +79,7 @@ class MetricsLogger:
     """Scalars by tag, written at `dump(step)` to TensorBoard and to metrics.csv in `folder`.
 
     resume_step: continue the folder of an earlier run from that step; later rows are removed.
-    A TensorBoard or a file that cannot be written costs one warning, and never the run.
+    If TensorBoard or the file cannot be written, it warns once, and training continues.
     """
 
     def __init__(self, folder: str | Path, resume_step: int | None = None, tensorboard: bool = True):
@@ -131,10 +129,14 @@ class MetricsLogger:
 
     def animation(self, key: str, gif: bytes, step: int) -> None:
         """An encoded GIF for the Images tab, where it plays."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        value = Summary.Value(tag=key, image=Summary.Image(encoded_image_string=gif, colorspace=3))
-        self._to_tensorboard(lambda writer: writer.file_writer.add_summary(Summary(value=[value]), step))
+        def write(writer):
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            value = Summary.Value(tag=key, image=Summary.Image(encoded_image_string=gif, colorspace=3))
+            writer.file_writer.add_summary(Summary(value=[value]), step)
+
+        self._to_tensorboard(write)
 
     def dump(self, step: int) -> dict[str, float]:
         """Write everything recorded since the last dump under this step, and start afresh. -> what was written"""
@@ -198,10 +200,9 @@ class RaceStats:
 
     begin(infos) after a reset, step(infos) after every step; take() after a rollout gives what has happened, log() writes it.
 
-    A lap is timed from line to line by step counts, per car. A lap that did not begin on the line (start="anywhere", or the
-    first one after it) has no time. An episode that was cut (`stagger`, or a fault of the bridge) is counted as one that goes
-    on to the limit at the reward per tick it had, so that the means are neither late nor drawn toward short episodes. For the
-    completion rate it counts if it had half an episode's time for a lap.
+    Only laps from line to line are timed; with start="anywhere" the first crossing starts the clock. An episode that was cut
+    (`stagger`, or a fault of the bridge) is extrapolated to full length at its reward per tick, so that early means are not
+    biased to short episodes. For the completion rate it counts if it had half an episode's time for a lap.
     """
 
     ARRAYS = ("lap", "checkpoint", "lap_began", "lapped")
@@ -332,7 +333,7 @@ class Episode:
 def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None) -> list[Episode]:
     """One episode of every car. drive: observations (N, 14) -> inputs (N, 3)
 
-    A bridge that fails and comes back in the middle of it (see `retries`) makes it begin again.
+    A bridge that fails and comes back (see `retries`) restarts the evaluation.
     """
     obs, infos = envs.reset(seed=seed)
     faults, on_line = envs.bridge_faults, envs.starts_on_line
@@ -478,7 +479,7 @@ class Clock:
 
 
 class Progress:
-    """A line that stays in place in a terminal; now and then a plain line where the output is a file or a pipe."""
+    """A line that stays in place in a terminal; a plain line every 10 % where the output is a file or a pipe."""
 
     REFRESH_S = 0.2
 
@@ -595,7 +596,7 @@ def from_first(function: Callable, *arguments):
 
 
 def average_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Between backward() and step(): every process goes on with the mean of all gradients."""
+    """Between backward() and step(): replace gradients by their mean over all processes."""
     if dist.is_initialized():
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -659,9 +660,8 @@ def unpack(value):
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> bool:
-    """The whole file or none: a full disk costs neither the run nor the file that is there. -> whether it worked"""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    buffer = io.BytesIO()
+    """The whole file or none: if it fails, the old file stays. -> whether it worked"""
+    temporary, buffer = path.with_name(f"{path.name}.tmp"), io.BytesIO()
     torch.save(pack(checkpoint), buffer)
     try:
         with temporary.open("wb") as file:
@@ -699,11 +699,10 @@ def load_checkpoint(path: str | Path, algorithm: str, prefer: str = "checkpoint.
             f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. "
             f"Take another, e.g. the run folder's {'checkpoint.pt' if path.name == 'best.pt' else 'best.pt'}"
         ) from error
-    if not isinstance(checkpoint, dict) or "algorithm" not in checkpoint:
-        raise ValueError(f"{path} is a file of torch, but not a checkpoint of {algorithm}_racer.py")
-    if checkpoint["algorithm"] != algorithm:
-        other = f"{checkpoint['algorithm']}_racer.py"
-        raise ValueError(f"{path} is a checkpoint of {other}; load it with that")
+    found = checkpoint.get("algorithm") if isinstance(checkpoint, dict) else None
+    if found != algorithm:
+        what = f"a checkpoint of {found}_racer.py; load it with that" if found else "a file of torch, but no checkpoint"
+        raise ValueError(f"{path} is {what}")
     if checkpoint.get("format") != CHECKPOINT_FORMAT or not {"args", "parts", "config", "run"} <= set(checkpoint):
         raise ValueError(
             f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}: another version wrote it. "
@@ -779,7 +778,8 @@ class Run:
     `parts` names all that a checkpoint holds. An object with `state_dict` is the same in all processes. One with `get_state`
     belongs to a process, and is saved as a list with an entry per process. Saving and restoring read the same dict.
 
-    Ctrl+C and SIGTERM ask for an orderly end: the iteration is finished, a checkpoint written. A second Ctrl+C ends at once.
+    Ctrl+C and SIGTERM ask for an orderly end: the iteration is finished, a checkpoint written. With one process, a second one
+    ends at once.
     """
 
     def __init__(self, algorithm: str, args, envs: RacerVectorEnv, parts: dict):
@@ -850,9 +850,6 @@ class Run:
             len(args.track_id), args.track_id, args.config_path, args.bridge_url[:1] or None,
             render_mode="rgb_array" if known else None, retries=args.bridge_retries,
         )  # fmt: skip
-        for leftover in self.folder.glob("*.pt.*.tmp"):  # of a run that was killed while it wrote
-            with contextlib.suppress(OSError):
-                leftover.unlink()
         self.logger = MetricsLogger(self.folder, self.steps if resumed else None, tensorboard=args.tensorboard)
         rows = [f"| {name} | {value} |" for name, value in plain_settings(args).items()]
         self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
@@ -868,7 +865,7 @@ class Run:
         if self._signal == number and world_size() == 1:
             raise KeyboardInterrupt
         if self._signal is None and rank() == 0:
-            warn("\nstopping: finishing this update, then saving (once more to stop at once)")
+            warn("\nstopping: finishing this iteration, then saving")
         self._signal = self._signal or number
         self.envs.retries = 0
 
@@ -906,11 +903,9 @@ class Run:
         """Learning that has blown up ends the run here, before it reaches a checkpoint or the cars."""
         wrong = [f"{name} has become {value}" for name, value in metrics.items() if not math.isfinite(value)]
         for name, part in self.parts.items():
-            if (
-                isinstance(part, torch.nn.Module)
-                and not torch.cat([p.flatten() for p in part.parameters()]).isfinite().all()
-            ):
-                wrong.append(f"weights of the {name} have become infinite or NaN")
+            if isinstance(part, torch.nn.Module):
+                weights = torch.nn.utils.parameters_to_vector(part.parameters())
+                wrong += [] if weights.isfinite().all() else [f"weights of the {name} have become infinite or NaN"]
         if wrong:
             raise FloatingPointError(f"{wrong[0]} after step {self.steps:,}")
 
@@ -925,22 +920,22 @@ class Run:
 
     def _evaluate(self, drive: Callable) -> dict | None:
         episodes = evaluate(drive, self.eval_envs, self.args.track_id)
+        results, lap = [summarize([episode]) for episode in episodes], fastest_lap(episodes)
         for name, value in eval_metrics(episodes).items():
             self.logger.record(name, value)
-        for episode in episodes:
-            self.terminal.say(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {describe(summarize([episode]))}")
-            mark = PUBLISHED_LAP_TICKS.get(episode.track)
-            if mark and self.published_beaten is None and (ticks := min(episode.flying_laps, default=mark)) < mark:
-                lap = {"track": episode.track, "ticks": ticks}
-                self.published_beaten = {**lap, "steps": self.steps, "seconds": self.seconds}
+        for episode, result in zip(episodes, results, strict=True):
+            self.terminal.say(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {describe(result)}")
+            mark = PUBLISHED_LAP_TICKS.get(episode.track, 0)
+            if self.published_beaten is None and (ticks := min(episode.flying_laps, default=mark)) < mark:
+                beaten = {"track": episode.track, "ticks": ticks}
+                self.published_beaten = {**beaten, "steps": self.steps, "seconds": self.seconds}
         if score(episodes) <= self.best["score"]:
             return None
-        results, lap = [summarize([episode]) for episode in episodes], fastest_lap(episodes)
         self._draw(lap)
         return {"score": score(episodes), "step": self.steps, "episodes": results, "lap": lap}
 
     def _draw(self, lap: dict | None, replay: bool = False) -> None:
-        """A lap as a racing line or as a replay, to TensorBoard and the run folder. A picture is never a reason to stop."""
+        """A lap as a racing line or as a replay, to TensorBoard and the run folder. Errors only warn."""
         if lap is None or lap["places"] is None:
             return
         try:
@@ -978,8 +973,8 @@ class Run:
         """The whole run as one file. -> whether it is on the disk"""
         with self.clock("checkpoints"):
             parts = {
-                name: part.state_dict() if hasattr(part, "state_dict") else all_gather(part.get_state())
-                for name, part in self.parts.items()
+                key: part.state_dict() if hasattr(part, "state_dict") else all_gather(part.get_state())
+                for key, part in self.parts.items()
             }
             run = {"steps": self.steps, "seconds_before": self.seconds, "best": self.best}
             checkpoint = {
@@ -1102,6 +1097,7 @@ def words_after(argv: list[str], flag: str) -> list[str]:
 def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], doc: str = ""):
     """The command line as Args. A first look at it chooses the defaults, tyro reads the rest."""
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    argv = [word.replace("_", "-") if word.startswith("--") else word for word in argv]
     saved = next((flag for flag in ("--resume", "--evaluate", "--checkpoint") if words_after(argv, flag)), None)
     changes = {}
     if saved:
@@ -1110,8 +1106,10 @@ def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], d
         if saved != "--resume":
             changes = {"start": "grid", "bridge_url": ()}
     else:
-        preset, cars = Args(), "".join(words_after(argv, "--num-envs"))
-        if "--bridge-url" in argv or (cars.isdecimal() and int(cars) <= FEW_CARS):
+        preset, few_cars = Args(), False
+        with contextlib.suppress(ValueError, IndexError):  # tyro says what is wrong with it
+            few_cars = _count(words_after(argv, "--num-envs")) <= FEW_CARS
+        if "--bridge-url" in argv or few_cars:
             changes = presets["slow game"]
         if len(words_after(argv, "--track-id")) > 1:
             changes = {**changes, **presets["several tracks"]}
@@ -1222,7 +1220,7 @@ def evaluate_driver(args, algorithm: str, make_agent: Callable) -> list[dict]:
     """`--evaluate`: lap times of a trained driver, on the tracks of its training unless others are given."""
     agent, results = load_driver(args.evaluate, args, algorithm, make_agent), []
     if args.json:
-        args.json.touch()  # rather an error now than after the driving
+        args.json.touch()  # fail now, not after the drive
     for track in args.track_id:
         envs = RacerVectorEnv(args.episodes, track, args.config_path, args.bridge_url or None, args.start)
         with contextlib.closing(envs):

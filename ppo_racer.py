@@ -1,10 +1,10 @@
-"""PPO for the top-down racer, whole in this file: from nothing to a driver better than the game's published one.
+"""PPO for the top-down racer, whole in this file. It trains a driver that beats the game's published one.
 
     python ppo_racer.py --total-timesteps 2000000                    # about 14 s: laps of 6.5 s on track-01
     python ppo_racer.py --track-id track-03 --total-timesteps 4000000
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
-    python ppo_racer.py --resume runs/NAME                           # go on, bit for bit, after any interruption
+    python ppo_racer.py --resume runs/NAME                           # go on after an interruption, bit for bit
     python ppo_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
     python ppo_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
     torchrun --nproc_per_node=8 ppo_racer.py --num-envs 8192 --minibatch-size 8192           # on more cores or machines
@@ -88,7 +88,7 @@ class Args:
     bridge_retries: int = 0
     """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
     num_envs: Count = 512
-    """cars driven at once; on a bridge every car is a connection"""
+    """cars driven at once, all processes together; on a bridge every car is a connection"""
 
     # -- algorithm
     gamma: float = 0.98
@@ -96,13 +96,13 @@ class Args:
     gae_lambda: float = 0.95
     """how far advantages trust measured rewards (1) over the critic (0)"""
     clip_coef: float = 0.2
-    """how far the probability of an action may move in one update, as a ratio"""
+    """beyond this change of an action's probability ratio, the loss gives no more gain"""
     ent_coef: float = 0.0
-    """bonus for staying random; these tracks need none"""
+    """entropy bonus; not needed on these tracks"""
     init_std: float = 0.5
     """first standard deviation of the inputs; learned from then on"""
     init_throttle: float = 1.0
-    """first mean of the throttle, with the brake off: a car that presses it finds out about driving sooner"""
+    """first mean of the throttle, with the brake off; starting with throttle speeds up early learning"""
     hidden: Count = 64
     """width of the two hidden layers of actor and critic"""
 
@@ -114,7 +114,7 @@ class Args:
     rollout_steps: Count = 32
     """ticks per car between updates"""
     minibatch_size: Count = 1_024
-    """samples per optimiser step, about: a rollout is cut into equal parts"""
+    """samples per optimiser step, about (a rollout is cut into equal parts); all processes together"""
     update_epochs: Count = 2
     """passes over a rollout"""
     max_grad_norm: float = 0.5
@@ -126,7 +126,7 @@ class Args:
     run_dir: Path = Path("runs")
     """where run folders go"""
     run_name: str = ""
-    """name of the run folder; by itself: algorithm, track, seed and time"""
+    """name of the run folder (default: algorithm, track, seed and time)"""
     eval_every: Count = 400_000
     """steps between evaluations: an episode per track from the grid, without noise"""
     checkpoint_every: Count = 400_000
@@ -134,15 +134,27 @@ class Args:
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
 
+    def __post_init__(self):
+        if self.minibatch_size > self.steps_per_iteration:
+            raise ValueError(
+                f"--minibatch-size is {self.minibatch_size}, but a rollout has only {self.steps_per_iteration} samples "
+                f"(--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps}): make it smaller"
+            )
+
     @property
     def steps_per_iteration(self) -> int:
         return self.num_envs * self.rollout_steps
 
 
 PRESETS = {  # other defaults, for commands that ask for them
-    "slow game": {  # --bridge-url, or up to 16 cars: steps are dear, so each is learned from more often
-        **{"total_timesteps": 200_000, "num_envs": 8, "rollout_steps": 512, "minibatch_size": 512, "update_epochs": 8},
-        **{"eval_every": 20_000, "checkpoint_every": 20_000},
+    "slow game": {  # --bridge-url, or up to 16 cars: steps are slow, so each is learned from more often
+        "total_timesteps": 200_000,
+        "num_envs": 8,
+        "rollout_steps": 512,
+        "minibatch_size": 512,
+        "update_epochs": 8,
+        "eval_every": 20_000,
+        "checkpoint_every": 20_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
 }
@@ -157,8 +169,8 @@ class Agent(nn.Module):
 
     The policy is a Gaussian over the raw inputs (steer, throttle, brake) with one learned deviation each. A sample goes to
     the game as it is, and the game clamps it to the box. So the action whose probability is optimised is the action that
-    was given; the clamp is a part of the environment. (Squashing with tanh instead makes full throttle and full lock, where
-    a racing car lives, hard to reach.) Without noise the driver gives the mean.
+    was given; the clamp is a part of the environment. (Squashing with tanh instead makes full throttle and full lock, which
+    a racing car uses most of the time, hard to reach.) Without noise the driver gives the mean.
     """
 
     NORM_EPSILON = 1e-6
@@ -170,6 +182,7 @@ class Agent(nn.Module):
         self.log_std = nn.Parameter(torch.full((len(ACTION_LOW),), math.log(init_std)))
         with torch.no_grad():
             self.actor[-1].bias.copy_(torch.tensor([0.0, init_throttle, -init_throttle / 2]))
+        # A fixed mean and deviation. As buffers they are saved and exported with the weights.
         self.register_buffer("obs_mean", torch.tensor(OBS_MEAN))
         self.register_buffer("obs_var", torch.tensor(OBS_STD).square())
 
@@ -251,14 +264,14 @@ def rollout(agent: Agent, envs: RacerVectorEnv, storage: Storage, run: Run, gene
         if "final_obs" in infos:  # obs is the next episode's first; this one ended elsewhere
             cars = np.flatnonzero(infos["_final_obs"])
             storage.final_obs.append((t, cars, np.stack(infos["final_obs"][cars])))
-    storage.logprobs[:] = gaussian_logprob(noise, agent.log_std)
+    storage.logprobs[:] = gaussian_logprob(noise, agent.log_std)  # of all ticks at once: the noise is known
 
 
 def compute_gae(rewards, values, next_values, terminated, truncated, gamma: float, gae_lambda: float):
     """Generalised advantage estimation. All arrays (T, N) -> advantages, returns (T, N)
 
     A terminated episode has no future, so nothing is expected after it. A truncated one would have gone on: the critic's
-    value of its last observation stands for the rest. Both end the sum of later errors: they belong to another episode.
+    value of its last observation stands for the rest. Both reset the sum, because the next tick belongs to another episode.
     """
     errors = rewards + gamma * next_values * ~terminated - values
     carry = gamma * gae_lambda * ~(terminated | truncated)
@@ -294,7 +307,7 @@ def make_batch(agent: Agent, storage: Storage, scaler: RewardScaler, args: Args)
 
 
 def explained_variance(values, returns) -> float:
-    """1: the critic foresaw everything; 0: no better than a constant."""
+    """1: a perfect prediction; 0: no better than a constant."""
     variance = returns.var()
     return float(1 - (returns - values).var() / variance) if variance > 0 else 0.0
 
@@ -305,7 +318,7 @@ def explained_variance(values, returns) -> float:
 
 
 def ppo_loss(logprobs, old_logprobs, advantages, clip_coef: float):
-    """The clipped objective: gain from more probable good actions counts up to a ratio of 1 + clip_coef, and vice versa.
+    """The clipped objective: making good actions more probable, or bad ones less, gains nothing beyond the clip.
 
     -> loss, and the log of the ratios (B,)
     """
@@ -331,22 +344,22 @@ def minibatches(
     return [dict(zip(batch, part, strict=True)) for part in parts]
 
 
-def actor_gradient(agent: Agent, mb: dict[str, torch.Tensor], clip_coef: float, ent_coef: float):
-    """-> the policy's loss, and the log of the ratios (B,)"""
+def actor_backward(agent: Agent, mb: dict[str, torch.Tensor], clip_coef: float, ent_coef: float):
+    """The gradient of the actor. -> the policy's loss, and the log of the ratios (B,)"""
     noise = (mb["actions"] - agent.actor(mb["normalized_obs"])) * torch.exp(-agent.log_std)
     loss, logratio = ppo_loss(gaussian_logprob(noise, agent.log_std), mb["logprobs"], mb["advantages"], clip_coef)
     (loss - ent_coef * gaussian_entropy(agent.log_std)).backward()
     return loss.detach(), logratio.detach()
 
 
-def critic_gradient(agent: Agent, mb: dict[str, torch.Tensor]):
-    """-> the critic's loss"""
+def critic_backward(agent: Agent, mb: dict[str, torch.Tensor]):
+    """The gradient of the critic. -> its loss"""
     loss = 0.5 * (agent.value(mb["normalized_obs"]) - mb["returns"]).square().mean()
     loss.backward()
     return loss.detach()
 
 
-def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, generator) -> dict[str, float]:
+def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, generator) -> dict[str, float]:
     """Some epochs of minibatch steps on one rollout. -> metrics
 
     Actor and critic share no weights, so their gradients are worked out at the same time. (If you let them share layers, add
@@ -354,10 +367,10 @@ def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, 
     """
     parameters, policy_losses, value_losses, logratios = list(agent.parameters()), [], [], []
     count = max(1, round(len(batch["returns"]) * world_size() / args.minibatch_size))
-    for mb in (mb for _ in range(args.update_epochs) for mb in minibatches(batch, count, generator)):
+    for mb in (mb for _ in range(args.update_epochs) for mb in minibatches(batch, count, generator)):  # every epoch's
         optimizer.zero_grad()
         (policy_loss, logratio), value_loss = on_two_cores(
-            partial(actor_gradient, agent, mb, args.clip_coef, args.ent_coef), partial(critic_gradient, agent, mb)
+            partial(actor_backward, agent, mb, args.clip_coef, ent_coef), partial(critic_backward, agent, mb)
         )
         policy_losses.append(policy_loss)
         value_losses.append(value_loss)
@@ -372,7 +385,7 @@ def update(agent: Agent, optimizer, batch: dict[str, torch.Tensor], args: Args, 
     policy_loss, value_loss = torch.stack(policy_losses).mean().item(), torch.stack(value_losses).mean().item()
     entropy_loss = -gaussian_entropy(agent.log_std).item()
     return {
-        "train/loss": policy_loss + args.ent_coef * entropy_loss + value_loss,
+        "train/loss": policy_loss + ent_coef * entropy_loss + value_loss,
         "train/policy_gradient_loss": policy_loss,
         "train/value_loss": value_loss,
         "train/entropy_loss": entropy_loss,
@@ -394,12 +407,7 @@ def make_agent(args: Args) -> Agent:
 
 
 def train(args: Args) -> dict:
-    """A whole run: drive, learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
-    if args.minibatch_size > args.steps_per_iteration:
-        raise ValueError(
-            f"--minibatch-size is {args.minibatch_size}, but a rollout has only {args.steps_per_iteration} samples "
-            f"(--num-envs {args.num_envs} x --rollout-steps {args.rollout_steps}): make it smaller"
-        )
+    """A whole run: drive, learn, evaluate, save, until it is finished or stopped. -> what was reached"""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # more gain nothing on networks this small
     envs = make_envs(args)
@@ -416,7 +424,7 @@ def train(args: Args) -> dict:
             rollout(agent, envs, storage, run, generator)
             with run.clock("learning"):
                 batch, metrics = make_batch(agent, storage, scaler, args)
-                metrics |= update(agent, optimizer, batch, args, generator)
+                metrics |= update(agent, optimizer, batch, args.ent_coef, args, generator)
             run.advance(args.steps_per_iteration, metrics)
             if run.due(args.eval_every):
                 run.evaluate(agent.drive)  # the best driver is saved as best.pt

@@ -101,7 +101,7 @@ class BridgeError(RuntimeError):
 
 
 class BridgeUrlError(BridgeError, ValueError):
-    """A bridge URL that cannot be one."""
+    """A malformed bridge URL."""
 
 
 def observation_space() -> gym.spaces.Box:
@@ -160,7 +160,10 @@ def _check_keys(found, expected: dict, source: str, prefix: str) -> None:
 
 def _is_number(value) -> bool:
     """A finite number that a float can hold. (True is none, nor is a whole number of 400 digits.)"""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _start_of(value, length: int = 80) -> str:
@@ -201,7 +204,7 @@ class EmbeddedCars:
     The interface both backends have, arrays over cars throughout:
         reset(cars, seeds) -> observations (n, 14), info     cars: indices; seeds: one per car, or None to go on
         step(actions)      -> observations (N, 14), rewards, terminated, truncated, info
-        close()            idempotent, never waits
+        close()            idempotent
     """
 
     def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, start: str, first_car: int = 0):
@@ -213,16 +216,13 @@ class EmbeddedCars:
             self.sim.seed_cars(cars, seeds)
         observations = self.sim.reset(cars).astype(np.float32)
         sim = self.sim
-        return observations, {
-            "lap": sim.lap[cars],
-            "checkpoint": sim.checkpoint[cars],
-            "stepCount": sim.step_count[cars],
-        }
+        places = {"lap": sim.lap, "checkpoint": sim.checkpoint, "stepCount": sim.step_count}
+        return observations, {key: value[cars] for key, value in places.items()}
 
     def step(self, actions: np.ndarray):
         sim = self.sim
         observations, rewards, terminated, truncated = sim.step(actions)
-        info = {  # copies: what a user writes into infos is no business of the cars
+        info = {  # copies, so that callers cannot change the cars
             **sim.parts,
             "tick": sim.step_count.copy(),
             "rawSpeed": sim.speed.copy(),
@@ -328,11 +328,13 @@ class BridgeConnection:
         self.close()
         return BridgeError(f"bridge connection {self.number} ({self.url}), after {self.steps} steps: {problem}")
 
-    def _send(self, message: dict) -> None:
+    def _check_open(self) -> None:
         if self.websocket is None:
-            raise BridgeError(
-                f"bridge connection {self.number} ({self.url}) is closed; make a new environment to go on"
-            )
+            name = f"bridge connection {self.number} ({self.url})"
+            raise BridgeError(f"{name} is closed; make a new environment to go on")
+
+    def _send(self, message: dict) -> None:
+        self._check_open()
         try:
             self.websocket.sock.settimeout(REPLY_TIMEOUT_S)
             self.websocket.send(json.dumps(message, allow_nan=False, separators=(",", ":")))
@@ -343,10 +345,7 @@ class BridgeConnection:
 
     def _receive(self, expected: str) -> dict:
         """The next reply, checked to be a JSON object of the expected type."""
-        if self.websocket is None:
-            raise BridgeError(
-                f"bridge connection {self.number} ({self.url}) is closed; make a new environment to go on"
-            )
+        self._check_open()
         try:
             self.websocket.sock.expect(REPLY_TIMEOUT_S, MAX_REPLY_BYTES + 64)  # and some for frame headers and pings
             opcode, data = self.websocket.recv_data()
@@ -690,7 +689,8 @@ def _check_open(state: str) -> None:
 
 
 class RacerVectorEnv(gym.vector.VectorEnv):
-    """N cars at once, each as in RacerEnv. Embedded: one batched engine. Bridge: N connections with all requests in flight.
+    """N cars at once, each as in RacerEnv. Embedded: one batched engine. Bridge: N connections, whose
+    requests are all sent before any reply is read.
 
     Same-step autoreset: when an episode ends, step returns the first observation of the next one, and
     infos["final_obs"], infos["final_info"] with their masks `_final_obs`, `_final_info` hold the end of the last, as in
@@ -709,7 +709,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     reset(seed=s) seeds car i with s + i.
 
     After a fault with retries left, all cars begin new episodes. The old ones end as truncated, with the last observation
-    that came from the game: if the fault was in a step, this step moved nobody and its reward is 0. `bridge_faults` counts.
+    that came from the game: if the fault was in a step, this step moved nobody and its reward is 0. `bridge_faults`
+    counts the faults.
     infos["episode"]["cut"] marks the episodes that ended before their time, by a fault or by `stagger`.
     """
 
@@ -754,7 +755,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
 
     @property
     def observations(self) -> np.ndarray:
-        """What all cars see now (N, 14): what reset, step or set_state returned last."""
+        """The current observations (N, 14), also after set_state."""
         return self._observations.copy()
 
     @property
@@ -766,7 +767,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     # -- state in, state out: what an exact resume needs -----------------------------------------------------------------
 
     def get_state(self) -> dict[str, np.ndarray] | None:
-        """Everything the next step depends on, as plain arrays. None on a bridge: the game does not tell."""
+        """Everything the next step depends on, as plain arrays. None on a bridge: the game does not expose its state."""
         if not isinstance(self._cars, EmbeddedCars):
             return None
         return {**self._cars.sim.get_state(), **{name: getattr(self, f"_{name}").copy() for name in self.OWN_STATE}}
@@ -867,7 +868,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     def _reconnect(self, error: BridgeError):
         """New connections, and new episodes on all of them. -> observations, info. Raises the error if no retry is left.
 
-        (Somebody who does not want to wait any longer sets `retries` to 0, from a signal's handler, say.)
+        Set `retries` to 0 to stop waiting, for example in the handler of a signal.
         """
         self.bridge_faults += 1
         while self._failures_in_a_row < self.retries:
@@ -894,11 +895,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         infos |= {"final_info": _with_masks(final_info, done), "_final_info": done.copy()}
         if self.episode_statistics:
             elapsed = time.perf_counter() - self._started_s
-            infos["episode"] = {
-                "r": np.where(done, self._returns, 0.0),
-                "l": np.where(done, self._lengths, 0),
-                "t": np.where(done, elapsed, 0.0),
-            }
+            totals = {"r": self._returns, "l": self._lengths, "t": elapsed}
+            infos["episode"] = {key: np.where(done, value, value.dtype.type(0)) for key, value in totals.items()}
             if cut.any():
                 infos["episode"]["cut"] = cut & (self._lengths < self.config["episode"]["maxSteps"])
             infos["_episode"] = done & (self._lengths > 0)
@@ -961,10 +959,10 @@ def make_camera(cars, config: dict):
 
 
 class RewardScaler:
-    """The scale of rewards for learning: what a metre pays is the same on every track, and the critic's targets are of order 1.
+    """The scale of rewards for learning: a unit of progress pays the same on every track, and returns are of order 1.
 
-    A lap pays about 1 on any track, so a reward times the track's length pays per metre. That is divided by the running
-    deviation of the discounted return of all cars. Only what the networks learn from is scaled; every metric shows raw rewards.
+    Rewards are multiplied by the track's length (a lap pays 1 on any track; penalties grow too), then divided by the standard
+    deviation of the discounted returns so far. Only what the networks learn from is scaled; metrics show raw rewards.
     """
 
     def __init__(self, gamma: float, track_lengths: np.ndarray):
@@ -973,7 +971,7 @@ class RewardScaler:
         self.moments = (0.0, 1.0, 1e-4)  # mean, variance and count of all returns there have been
 
     def update(self, rewards, done, gather=lambda value: [value]) -> None:
-        """Take in what happened to these cars, (T, N) each, and through `gather` what happened to those of other processes."""
+        """Take in rewards and ends (T, N) of these cars, and through `gather` the statistics of those of other processes."""
         returns = np.empty_like(rewards)
         for t in range(len(rewards)):
             returns[t] = self.returns = self.returns * self.gamma + rewards[t] * self.track_lengths

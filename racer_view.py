@@ -43,7 +43,7 @@ COLOURS = {
 SPEED_COLOURS = np.array(
     [(68, 40, 130), (47, 108, 178), (31, 161, 135), (140, 205, 70), (253, 231, 37), (255, 130, 40)]
 )
-SMALLEST_SPEED_RANGE = 40.0  # units/s: a lap at full speed must not look like one with corners
+SMALLEST_SPEED_RANGE = 40.0  # units/s, so that small changes of speed do not use the full scale
 GIF_FRAME_TICKS = 3  # 50 ms: a GIF counts in hundredths of a second
 GIF_MAX_SECONDS = 20
 
@@ -139,7 +139,7 @@ class Painter:
             pen.polygon(self.to_pixels(corners), fill=COLOURS[colour])
 
 
-painter_of = functools.lru_cache(maxsize=32)(Painter)  # painting a track takes as long as a hundred ticks of driving
+painter_of = functools.lru_cache(maxsize=32)(Painter)  # painting a track is slow
 
 
 # ======================================================================================================================

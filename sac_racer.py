@@ -1,21 +1,20 @@
-"""SAC for the top-down racer, whole in this file: the driver that needs the fewest steps, for games that are slow.
+"""SAC for the top-down racer, whole in this file. It needs few steps, which counts where the game is slow.
 
     python sac_racer.py                                              # about 60 s: laps of 6.5 s on track-01
     python sac_racer.py --num-envs 8                                 # as on a bridge: 6.6 s after 120,000 steps
     python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
-    python sac_racer.py --resume runs/NAME                           # go on, bit for bit, after any interruption
+    python sac_racer.py --resume runs/NAME                           # go on after an interruption, bit for bit
     python sac_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
     python sac_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
     tensorboard --logdir runs
 
-SAC (Haarnoja et al. 2018) keeps every step it has driven in a buffer and learns from all of them again and again. Two critics
-learn what an action is worth (`critic_loss`): the rewards of the next ticks, and from there on what the critics themselves
-expect of the driver (`soft_target`). The actor learns to choose what the critics like (`actor_loss`) while staying as random
-as it can afford; `alpha` is the price of randomness, and learns too (`alpha_loss`). Taking the lower of two critics keeps the
-actor from believing in their errors, and targets that follow slowly keep the critics from chasing themselves. `train` is the
-loop around them: begin there.
+SAC (Haarnoja et al. 2018) keeps recent experience in a replay buffer and learns from it many times. Two critics learn what an
+action is worth (`critic_loss`): the rewards of the next n steps, and then what their slowly following targets expect of the
+policy (`soft_target`). The actor learns actions that the critics value (`actor_loss`), with an entropy bonus whose weight
+`alpha` is learned too (`alpha_loss`). The lower of the two critics counts, against overestimation. The policy drives from the
+first step: there is no phase of random actions. `train` is the loop around them: begin there.
 
-Shapes: T choices in the buffer, N cars of this process, B samples of a minibatch. `obs` is raw, `normalized_obs` is normalised.
+Shapes: T rows in the buffer, N cars of this process, B samples of a minibatch. `obs` is raw, `normalized_obs` is normalised.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Args:
     bridge_retries: int = 0
     """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
     num_envs: Count = 64
-    """cars driven at once; on a bridge every car is a connection"""
+    """cars driven at once, all processes together; on a bridge every car is a connection"""
 
     # -- algorithm
     action_repeat: Count = 4
@@ -99,17 +98,17 @@ class Args:
     n_step: Count = 5
     """choices whose rewards are measured before the critics' own expectation takes over"""
     tau: float = 0.01
-    """how far the targets follow the critics with every update: small is calm, large is quick"""
+    """how far the targets follow the critics with every update: small is stable, large is fast"""
     init_alpha: float = 0.01
-    """price of randomness at the start, in scaled rewards"""
+    """first entropy coefficient (alpha)"""
     autotune: bool = True
     """let alpha learn to hold the entropy at --target-entropy; otherwise it stays as it was at the start"""
     target_entropy: float = -6.0
-    """entropy of the three actions in [-1, 1] that alpha holds; lower is calmer in the end"""
+    """entropy of the three actions in [-1, 1] that alpha holds; lower gives a less random policy in the end"""
     init_std: float = 0.5
     """first standard deviation of the actions before squashing; learned from then on, for every state"""
     init_throttle: float = 1.0
-    """first mean of the throttle, with the brake off: a car that presses it finds out about driving sooner"""
+    """first mean of the throttle, with the brake off; starting with throttle speeds up early learning"""
     hidden: Count = 64
     """width of the two hidden layers of actor and critics"""
 
@@ -119,11 +118,11 @@ class Args:
     anneal_lr: bool = True
     """let the learning rate fall to 0 over the run"""
     buffer_size: Count = 30_000
-    """choices kept to learn from; keeping only recent ones gave faster laps"""
+    """choices kept to learn from, all processes together; keeping only recent ones gave faster laps"""
     learning_starts: int = 5_000
     """steps driven before learning begins, or until the buffer is full"""
     batch_size: Count = 256
-    """samples per optimiser step"""
+    """samples per optimiser step, all processes together"""
     updates: int = 8
     """optimiser steps of the critics after every choice of all cars, made while the cars drive"""
     policy_frequency: Count = 2
@@ -133,7 +132,7 @@ class Args:
     run_dir: Path = Path("runs")
     """where run folders go"""
     run_name: str = ""
-    """name of the run folder; by itself: algorithm, track, seed and time"""
+    """name of the run folder (default: algorithm, track, seed and time)"""
     eval_every: Count = 100_000
     """steps between evaluations: an episode per track from the grid, without noise"""
     checkpoint_every: Count = 100_000
@@ -156,9 +155,13 @@ class Args:
 
 
 PRESETS = {  # other defaults, for commands that ask for them
-    "slow game": {  # --bridge-url, or up to 16 cars: steps are dear, so the run is short and looks at itself often
-        **{"total_timesteps": 120_000, "num_envs": 8, "buffer_size": 10_000},
-        **{"log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000},
+    "slow game": {  # --bridge-url, or up to 16 cars: steps are slow, so the run is short and is evaluated often
+        "total_timesteps": 120_000,
+        "num_envs": 8,
+        "buffer_size": 10_000,
+        "log_every": 2_000,
+        "eval_every": 10_000,
+        "checkpoint_every": 10_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
 }
@@ -192,6 +195,7 @@ class Agent(nn.Module):
         self.critics = critic_net(hidden, size)
         self.critic_targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(init_alpha)))
+        # A fixed mean and deviation. As buffers they are saved and exported with the weights.
         self.register_buffer("obs_mean", torch.tensor(OBS_MEAN))
         self.register_buffer("obs_var", torch.tensor(OBS_STD).square())
 
@@ -210,7 +214,7 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def move_targets(self, tau: float) -> None:
-        """A share of the way to the critics."""
+        """Polyak averaging."""
         torch._foreach_lerp_(list(self.critic_targets.parameters()), list(self.critics.parameters()), tau)
 
     def forward(self, normalized_obs):
@@ -276,7 +280,7 @@ def squashed_sample(mean, log_std, noise):
 
 @dataclasses.dataclass
 class Transition:
-    """What came of one choice of all cars. (N,), if nothing else is said."""
+    """The result of one choice of all cars. Shapes are (N,) unless noted."""
 
     obs: np.ndarray  # (N, 14) where the cars are now
     next_obs: np.ndarray  # (N, 14) where the choice led: the same, or the last observation of an episode that ended
@@ -286,7 +290,7 @@ class Transition:
 
 
 def drive(envs: RacerVectorEnv, inputs: np.ndarray, ticks: int, gamma: float, run: Run) -> Transition:
-    """Give all cars these inputs for some ticks. Ticks after the end of an episode belong to the next, and to no transition.
+    """Give all cars these inputs for some ticks. Ticks after the end of an episode are not stored.
 
     A truncated episode would have gone on, so what follows its last observation counts; a terminated one has no future.
     """
@@ -370,8 +374,7 @@ class ReplayBuffer:
 
 
 def soft_target(rewards, discounts, next_values, next_logprobs, alpha):
-    """What the critics should have said (B,): the measured rewards, then the lower of two opinions on what follows, which is
-    worth more the less predictable the driver stays."""
+    """n-step rewards plus the discounted soft value of what follows: the lower target critic minus alpha * log-probability. (B,)"""
     return rewards + discounts * (next_values.amin(0) - alpha * next_logprobs)
 
 
@@ -380,23 +383,23 @@ def critic_loss(values, targets):
 
 
 def actor_loss(values, logprobs, alpha):
-    """Choose what the critics value, and stay random where that costs little."""
+    """The lower critic's value, and entropy at the price alpha."""
     return (alpha * logprobs - values.amin(0)).mean()
 
 
 def alpha_loss(log_alpha, logprobs, target_entropy: float):
-    """The price of randomness rises while the entropy (-logprobs) is below its target, and falls while it is above."""
+    """Alpha rises while the entropy (-logprobs) is below its target, and falls while it is above."""
     return -(log_alpha.exp() * (logprobs.mean() + target_entropy))
 
 
 def make_optimizers(agent: Agent, learning_rate: float) -> tuple[torch.optim.Adam, torch.optim.Adam]:
-    """Of the actor and alpha, and of the critics. One for all would go on moving the actor in the steps that it skips."""
+    """Of the actor and alpha, and of the critics. With one for all, momentum would move the actor in the steps that skip it."""
     actor = [agent.log_alpha, *agent.actor.parameters()]
     return tuple(torch.optim.Adam(p, lr=learning_rate, fused=True) for p in (actor, [*agent.critics.parameters()]))
 
 
 def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args: Args, generator) -> dict[str, float]:
-    """Steps of the critics, each on its part of the samples (B, ...), and a step of the actor and alpha after some. -> metrics
+    """One step of the critics for every minibatch of the samples, and one of the actor and alpha for some. -> metrics
 
     Targets are worked out for all samples at once, with the actor and the critics' targets as they are before these steps.
     """
@@ -422,14 +425,18 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
             alpha = agent.log_alpha.exp().detach()
             new_actions, logprobs = agent.sample(mb_obs, mb_noise)
             loss = actor_loss(agent.values(agent.critics, mb_obs, new_actions), logprobs, alpha)
-            price = alpha_loss(agent.log_alpha, logprobs.detach(), args.target_entropy)
+            temperature_loss = alpha_loss(agent.log_alpha, logprobs.detach(), args.target_entropy)
             actor_optimizer.zero_grad()
             # The critics do not learn from what the actor asks them.
-            (loss + price if args.autotune else loss).backward(inputs=actor_optimizer.param_groups[0]["params"])
+            (loss + temperature_loss if args.autotune else loss).backward(
+                inputs=actor_optimizer.param_groups[0]["params"]
+            )
             average_gradients(actor_optimizer)
             actor_optimizer.step()
-            actor_losses.append(torch.stack([loss.detach(), price.detach(), alpha, -logprobs.detach().mean()]))
-    agent.move_targets(1 - (1 - args.tau) ** args.updates)
+            actor_losses.append(
+                torch.stack([loss.detach(), temperature_loss.detach(), alpha, -logprobs.detach().mean()])
+            )
+    agent.move_targets(1 - (1 - args.tau) ** args.updates)  # tau is for every update: one move for all of them
 
     names = ("train/actor_loss", "train/ent_coef_loss", "train/ent_coef", "train/entropy")
     metrics = dict(zip(names, torch.stack(actor_losses).mean(0).tolist(), strict=True))
@@ -446,7 +453,7 @@ def make_agent(args: Args) -> Agent:
 
 
 def train(args: Args) -> dict:
-    """A whole run: drive and learn, evaluate, save, until the steps are done or somebody stops it. -> what was reached"""
+    """A whole run: drive and learn, evaluate, save, until it is finished or stopped. -> what was reached"""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the other core drives the cars
     envs = make_envs(args)
@@ -480,8 +487,7 @@ def train(args: Args) -> dict:
                     transition = driving.result()
                 buffer.add(obs, actions, transition)
                 scaler.update(transition.rewards[None], transition.ended[None], all_gather)
-            metrics = {name: float(np.mean([losses[name] for losses in history])) for name in (history or [{}])[0]}
-            metrics["train/learning_rate"] = actor_optimizer.param_groups[0]["lr"]
+            metrics = mean_metrics(history) | {"train/learning_rate": actor_optimizer.param_groups[0]["lr"]}
             run.advance(args.choices_per_iteration * args.steps_per_choice, metrics)
             if run.due(args.eval_every):
                 run.evaluate(agent.drive)  # the best driver is saved as best.pt
@@ -489,6 +495,10 @@ def train(args: Args) -> dict:
             if run.due(args.checkpoint_every) or run.stopped:
                 run.save("checkpoint.pt")
         return run.report()
+
+
+def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]} if history else {}
 
 
 def learns(buffer: ReplayBuffer, args: Args) -> bool:

@@ -71,7 +71,8 @@ def test_a_first_look_at_the_command_line_chooses_the_defaults(name):
     assert usual == module.Args()
     slow = module.PRESETS["slow game"]
     assert dataclasses.replace(usual, **slow) == dataclasses.replace(bridge, bridge_url=())
-    assert args_of(name, "--num-envs", "8") == dataclasses.replace(usual, **slow)
+    for words in (("--num-envs", "8"), ("--num_envs", "8"), ("--num-envs=8",), ("--num-envs", "8e0")):
+        assert args_of(name, *words) == dataclasses.replace(usual, **slow)
     assert args_of(name, "--num-envs", "8", "--seed", "3").seed == 3
     several = args_of(name, "--track-id", "track-01", "track-02")
     assert several.start == "anywhere" and several.hidden == 96 and several.num_envs == usual.num_envs

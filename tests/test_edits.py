@@ -87,12 +87,9 @@ def test_old_checkpoints_evaluate_and_resume_with_a_new_flag(monkeypatch, tmp_pa
 
 
 def test_an_entropy_coefficient_that_falls_over_the_run_is_one_edit(monkeypatch, tmp_path):
-    old = "metrics |= update(agent, optimizer, batch, args, generator)"
-    new = (
-        "falling = dataclasses.replace(args, ent_coef=0.01 * (1 - run.progress))\n"
-        "                metrics |= update(agent, optimizer, batch, falling, generator)\n"
-        '                metrics["train/ent_coef"] = falling.ent_coef'
-    )
+    old = "update(agent, optimizer, batch, args.ent_coef, args, generator)"
+    new = """update(agent, optimizer, batch, 0.01 * (1 - run.progress), args, generator)
+                metrics["train/ent_coef"] = 0.01 * (1 - run.progress)"""
     works(monkeypatch, edited("ppo", tmp_path, (old, new, 1)), "ppo", tmp_path)
     text = (tmp_path / "edited" / "metrics.csv").read_text().splitlines()
     column = text[0].split(",").index("train/ent_coef")

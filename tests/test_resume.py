@@ -388,7 +388,7 @@ BAD = {
     "text": "is no checkpoint, or a damaged one",
     "empty": "is no checkpoint, or a damaged one",
     "pickle": "is no checkpoint, or a damaged one",
-    "foreign": "not a checkpoint of",
+    "foreign": "a file of torch, but no checkpoint",
     "other": r"is a checkpoint of other_racer\.py; load it with that",
     "newer": "has format 99, this program reads 3",
     "bare": "another version wrote it",

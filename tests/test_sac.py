@@ -313,11 +313,11 @@ def test_the_critics_learn_the_targets_and_the_actor_what_they_value():
     optimizers = make_optimizers(agent, 3e-3)
     losses = [
         run_update(agent, samples, optimizers, updates=30, tau=1.0, autotune=False)["train/critic_loss"]
-        for _ in range(30)
+        for _ in range(15)
     ]
     assert losses[-1] < losses[0] / 10
-    steer, throttle, _ = agent.drive(np.full((1, OBS_SIZE), 0.3, np.float32))[0]
-    assert steer > 0.8 and throttle < 0.2
+    steer, throttle, _ = agent.drive(samples["obs"].numpy()).mean(0)
+    assert steer > 0.9 and throttle < 0.1
 
 
 def test_targets_follow_slowly_as_often_as_there_were_updates():

@@ -156,7 +156,7 @@ agent = ppo_racer.Agent()
 g = torch.Generator().manual_seed(1)
 mb = {'normalized_obs': torch.randn(64, 14, generator=g), 'returns': torch.randn(64, generator=g)}
 optimizer = torch.optim.Adam(agent.parameters())
-ppo_racer.critic_gradient(agent, {k: v[rank::size] for k, v in mb.items()})
+ppo_racer.critic_backward(agent, {k: v[rank::size] for k, v in mb.items()})
 c.average_gradients(optimizer)
 scaler = RewardScaler(0.9, np.ones(12 // size))
 rewards = np.random.default_rng(0).normal(size=(5, 12))[:, rank * (12 // size):][:, :12 // size]
@@ -327,7 +327,7 @@ def test_ctrl_c_stops_all_processes_together_with_one_checkpoint(launch, tmp_pat
     out, _ = process.communicate(timeout=60)
     stopped = re.search(r"stopped: ([\d,]+) steps", out)
     assert process.returncode and stopped, out
-    assert out.count("stopping: finishing this update") == 1 and f"--resume {tmp_path / 'a'}" in out
+    assert out.count("stopping: finishing this iteration") == 1 and f"--resume {tmp_path / 'a'}" in out
     assert steps_of(name, tmp_path / "a") == int(stopped.group(1).replace(",", ""))
 
 
