@@ -277,10 +277,10 @@ class BridgeConnection:
         host, port = self._parse(url)
         sock = None
         try:
-            deadline = time.monotonic() + CONNECT_TIMEOUT_S  # for all addresses of the name and the handshake together
-            sock = self._connect(host, port, deadline)
+            plain = socket.create_connection((host, port), CONNECT_TIMEOUT_S)  # tries all addresses of the name
+            sock = _DeadlineSocket(fileno=plain.detach())
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.expect(deadline - time.monotonic(), MAX_REPLY_BYTES)
+            sock.expect(CONNECT_TIMEOUT_S, MAX_REPLY_BYTES)
             self.websocket = websocket.create_connection(url, timeout=CONNECT_TIMEOUT_S, socket=sock, redirect_limit=0)
         except Exception as error:  # the library raises a dozen kinds for a dozen kinds of wrong server
             if sock is not None:
@@ -297,19 +297,6 @@ class BridgeConnection:
         if scheme != "ws" or not host or port == 0:
             raise BridgeUrlError(f"{url!r} is not a bridge URL; it must look like {DEFAULT_BRIDGE_URL}. {BRIDGE_HINT}")
         return host, port or 80
-
-    @staticmethod
-    def _connect(host: str, port: int, deadline: float) -> _DeadlineSocket:
-        """The first address of the host that answers. localhost, say, is ::1 and 127.0.0.1."""
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        for i, (*_, address) in enumerate(addresses):
-            try:
-                plain = socket.create_connection(address[:2], timeout=max(deadline - time.monotonic(), 0.01))
-                return _DeadlineSocket(fileno=plain.detach())
-            except OSError:
-                if i + 1 == len(addresses) or time.monotonic() >= deadline:
-                    raise
-        raise OSError("the name has no address")
 
     @staticmethod
     def _connect_problem(error: Exception) -> str:
