@@ -61,7 +61,7 @@ EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean look back this many 
 FEW_CARS = 16  # up to here the defaults are those for a slow game
 CHECKPOINT_FORMAT = 3
 MAY_CHANGE = (  # when a run is resumed
-    *("resume", "total_timesteps", "run_dir", "run_name", "bridge_url", "bridge_retries"),
+    *("total_timesteps", "run_dir", "run_name", "bridge_url", "bridge_retries"),
     *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
 )
 NOT_SETTINGS = ("resume", "evaluate", "episodes", "json", "export", "checkpoint")  # flags that say what to do, not how
@@ -330,10 +330,12 @@ class Episode:
         return self.lap_ticks[1:] if self.from_line else self.lap_ticks
 
 
-def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None) -> list[Episode]:
+def evaluate(
+    drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, failures: int = 0
+) -> list[Episode]:
     """One episode of every car. drive: observations (N, 14) -> inputs (N, 3)
 
-    A bridge that fails and comes back (see `retries`) restarts the evaluation.
+    A bridge that fails and comes back restarts the evaluation, as often as it may be connected to again.
     """
     obs, infos = envs.reset(seed=seed)
     faults, on_line = envs.bridge_faults, envs.starts_on_line
@@ -344,7 +346,9 @@ def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = N
     while running.any():
         obs, rewards, terminated, truncated, infos = envs.step(drive(obs))
         if envs.bridge_faults > faults:
-            return evaluate(drive, envs, tracks, seed)
+            if failures >= envs.retries:
+                raise BridgeError(f"the bridge failed in an evaluation, for the {failures + 1}. time in a row")
+            return evaluate(drive, envs, tracks, seed, failures + 1)
         now = final_infos(infos)
         for i in (running & (now["checkpoint"] == 0) & (checkpoint != 0)).nonzero()[0]:
             if now["lap"][i] > lap[i] and lap_began[i] >= 0:
@@ -584,6 +588,17 @@ def all_gather(value) -> list:
     return values
 
 
+def together(function: Callable, *arguments, **named):
+    """Every process calls the function. A BridgeError of one is raised by all."""
+    result = failure = None
+    try:
+        result = function(*arguments, **named)
+    except BridgeError as error:
+        failure = error
+    all_gather(failure)
+    return result
+
+
 def from_first(function: Callable, *arguments):
     """Only the first process calls the function; all get its result, or its error."""
     outcome = None
@@ -743,8 +758,8 @@ def make_run_folder(algorithm: str, args) -> Path:
     folder, number = args.run_dir / name, 2
     while not args.run_name and folder.exists():
         folder, number = args.run_dir / f"{name}-{number}", number + 1
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0  # in the folder that the first attempt made
-    if folder.is_dir() and any(folder.iterdir()) and not again:
+    own = _store is not None and _store.check(["folder"]) and _store.get("folder").decode() == str(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not own:  # its own if torchrun has started the processes again
         go_on = f"go on with it (--resume {folder}), or " if (folder / "checkpoint.pt").exists() else ""
         raise ValueError(f"{folder} is not empty; {go_on}give another --run-name")
     try:
@@ -752,6 +767,18 @@ def make_run_folder(algorithm: str, args) -> Path:
         (folder / "args.json").write_text(json.dumps({"args": plain_settings(args), **provenance()}, indent=2))
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); choose another --run-dir") from error
+    if _store is not None:
+        _store.set("folder", str(folder))
+    return folder
+
+
+def resumed_folder(path: Path) -> Path:
+    """The run folder to go on in."""
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "args.json").exists():
+        raise ValueError(
+            f"{folder} is no run folder (it has no args.json); put the checkpoint into one, and resume that"
+        )
     return folder
 
 
@@ -775,8 +802,9 @@ def provenance() -> dict:
 class Run:
     """One training run, new or resumed: `with Run("ppo", args, envs, parts) as run: while not run.done: ...`
 
-    `parts` names all that a checkpoint holds. An object with `state_dict` is the same in all processes. One with `get_state`
-    belongs to a process, and is saved as a list with an entry per process. Saving and restoring read the same dict.
+    `parts` names all that a checkpoint holds (None is left out). An object with `state_dict` is the same in all processes. One
+    with `get_state` belongs to a process, and is saved as a list with an entry per process. Saving and restoring read the same
+    dict.
 
     Ctrl+C and SIGTERM ask for an orderly end: the iteration is finished, a checkpoint written. With one process, a second one
     ends at once.
@@ -784,6 +812,7 @@ class Run:
 
     def __init__(self, algorithm: str, args, envs: RacerVectorEnv, parts: dict):
         self.algorithm, self.args, self.envs, self.clock = algorithm, args, envs, Clock()
+        self.eval_envs: RacerVectorEnv | None = None
         self.stats = RaceStats(envs.num_envs, envs.config["episode"]["maxSteps"], envs.starts_on_line)
         self.parts = {**parts, "stats": self.stats}
         self.steps = self._steps_before = 0
@@ -798,11 +827,11 @@ class Run:
     def __enter__(self) -> Run:
         args = self.args
         if args.resume is None:
-            self.stats.begin(self.envs.reset(seed=args.seed)[1])
+            self.stats.begin(together(self.envs.reset, seed=args.seed)[1])
             self.folder = from_first(make_run_folder, self.algorithm, args)
         else:
+            self.folder = from_first(resumed_folder, args.resume)
             self._restore(from_first(load_checkpoint, args.resume, self.algorithm))
-            self.folder = args.resume.parent if args.resume.suffix == ".pt" else args.resume
         for part in self.parts.values():
             if isinstance(part, torch.nn.Module):  # other machines may round otherwise
                 part.load_state_dict(from_first(part.state_dict))
@@ -823,11 +852,11 @@ class Run:
             processes = len(checkpoint["parts"]["stats"])
             for name, part in self.parts.items():
                 saved = checkpoint["parts"].get(name)
-                if saved is None:
+                if saved is None or part is None:
                     say(f"the checkpoint holds no {name}: the run goes on with a new one, and not bit for bit")
                 elif hasattr(part, "state_dict"):
                     part.load_state_dict(saved)
-                elif processes == world_size():
+                elif processes == world_size() and saved[rank()] != {}:
                     part.set_state(saved[rank()])
                 elif name == "scaler":
                     part.set_state(saved[0])
@@ -839,8 +868,8 @@ class Run:
             say(
                 f"going on with {world_size()} instead of {processes} processes: the cars begin anew, and not bit for bit"
             )
-        if processes != world_size() or self.envs.get_state() is None:
-            self.stats.begin(self.envs.reset(seed=self.args.seed + self.steps)[1])
+        if processes != world_size() or not self.envs.get_state():  # the real game does not expose its state
+            self.stats.begin(together(self.envs.reset, seed=self.args.seed + self.steps)[1])
 
     def _open(self) -> None:
         """In the first process: what evaluates, logs and shows."""
@@ -867,7 +896,9 @@ class Run:
         if self._signal is None and rank() == 0:
             warn("\nstopping: finishing this iteration, then saving")
         self._signal = self._signal or number
-        self.envs.retries = 0
+        for envs in (self.envs, self.eval_envs):
+            if envs is not None:
+                envs.retries = 0  # a bridge that is away is not waited for
 
     # -- what the training loop asks for -------------------------------------------------------------------------------
 
@@ -895,9 +926,12 @@ class Run:
         return self.finished or self.steps // every > self._steps_before // every
 
     def advance(self, steps: int, metrics: dict[str, float]) -> None:
-        """An iteration is over."""
+        """An iteration is over: take in what it brought, in all processes."""
         self.check(metrics)
         self._steps_before, self.steps, self.metrics = self.steps, self.steps + steps, metrics
+        rollouts = all_gather(self.stats.take())
+        if rank() == 0:
+            self.stats.log(self.logger, rollouts)
 
     def check(self, metrics: dict[str, float]) -> None:
         """Learning that has blown up ends the run here, before it reaches a checkpoint or the cars."""
@@ -953,13 +987,12 @@ class Run:
 
     def log(self) -> None:
         """A row of metrics. And every process hears whether one of them was told to stop."""
-        own = {"metrics": self.metrics, "rollout": self.stats.take(), "signal": self._signal}
-        everyone = all_gather({**own, "faults": self.envs.bridge_faults})
+        faults = self.envs.bridge_faults + (self.eval_envs.bridge_faults if self.eval_envs else 0)
+        everyone = all_gather({"metrics": self.metrics, "signal": self._signal, "faults": faults})
         self.stopped = next((process["signal"] for process in everyone if process["signal"]), None)
         if rank() > 0:
             return
         with self.clock("logging"):
-            self.stats.log(self.logger, [process["rollout"] for process in everyone])
             for name in self.metrics:
                 self.logger.record(name, np.mean([process["metrics"][name] for process in everyone]))
             if self.args.bridge_url:
@@ -975,6 +1008,7 @@ class Run:
             parts = {
                 key: part.state_dict() if hasattr(part, "state_dict") else all_gather(part.get_state())
                 for key, part in self.parts.items()
+                if part is not None
             }
             run = {"steps": self.steps, "seconds_before": self.seconds, "best": self.best}
             checkpoint = {
@@ -999,7 +1033,8 @@ class Run:
             if not getattr(error, "shared", False):  # the others wait in an all_gather for what was driven
                 with contextlib.suppress(BridgeError):
                     all_gather(error)
-            self.save()  # as after the last update; what was driven since is lost
+            if not self.save():  # as after the last update; what was driven since is lost
+                del error.folder
         self.envs.close()
         if rank() == 0:
             self.eval_envs.close()
@@ -1052,7 +1087,7 @@ class Run:
 
 def _count(words: list[str]) -> int:
     value = float(words[0].replace("_", ""))
-    if value != int(value) or value < 1:
+    if not 1 <= value < 2**53 or value != int(value):
         raise ValueError(f"{words[0]} is not a whole number, 1 or more, like 2000000, 2_000_000 or 2e6")
     return int(value)
 
@@ -1066,6 +1101,10 @@ Count = Annotated[
 ]
 
 
+def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]} if history else {}
+
+
 def make_envs(args) -> RacerVectorEnv:
     """This process's share of the cars."""
     size, place, urls = world_size(), rank(), args.bridge_url
@@ -1075,16 +1114,11 @@ def make_envs(args) -> RacerVectorEnv:
             f"--num-envs is {args.num_envs}; it must be a multiple of the number of processes ({size}), "
             f"and give each a car on every track ({tracks})"
         )
-    envs = failure = None
-    try:
-        envs = RacerVectorEnv(
-            cars, args.track_id, args.config_path, (urls[place::size] or urls[place % max(len(urls), 1) :][:1]) or None,
-            args.start, retries=args.bridge_retries, stagger=True, first_car=place * cars,
-        )  # fmt: skip
-    except BridgeError as error:
-        failure = error
-    all_gather(failure)
-    return envs
+    own_urls = urls[place::size] or urls[place % max(len(urls), 1) :][:1]
+    return together(
+        RacerVectorEnv, cars, args.track_id, args.config_path, own_urls or None, args.start,
+        retries=args.bridge_retries, stagger=True, first_car=place * cars,
+    )  # fmt: skip
 
 
 def words_after(argv: list[str], flag: str) -> list[str]:
@@ -1098,6 +1132,7 @@ def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], d
     """The command line as Args. A first look at it chooses the defaults, tyro reads the rest."""
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
     argv = [word.replace("_", "-") if word.startswith("--") else word for word in argv]
+    _check_combinations(argv)
     saved = next((flag for flag in ("--resume", "--evaluate", "--checkpoint") if words_after(argv, flag)), None)
     changes = {}
     if saved:
@@ -1122,12 +1157,26 @@ def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], d
     args = tyro.cli(Args, args=argv, default=preset)
     for field in dataclasses.fields(args) if saved == "--resume" else ():
         new, old = getattr(args, field.name), getattr(preset, field.name)
-        if new != old and field.name not in MAY_CHANGE:
+        if new != old and field.name not in (*MAY_CHANGE, *NOT_SETTINGS):
             raise ValueError(
                 f"--{field.name.replace('_', '-')} is {new}, but the run to resume has {old}, and that cannot change; "
                 "leave it out, or start a new run"
             )
     return args
+
+
+def _check_combinations(argv: list[str]) -> None:
+    """Flags that make no sense together, or alone."""
+    tasks = [flag for flag in ("--resume", "--evaluate", "--export") if flag in argv]
+    if len(tasks) > 1:
+        raise ValueError(f"{' and '.join(tasks)} are different tasks; give one of them")
+    for flag, other in (("--export", "--checkpoint"), ("--checkpoint", "--export"), ("--json", "--evaluate")):
+        if flag in argv and other not in argv:
+            raise ValueError(f"{flag} needs {other} as well")
+    if "--bridge-url" in argv and not words_after(argv, "--bridge-url"):
+        raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
+    if world_size() > 1 and tasks and tasks != ["--resume"]:
+        raise ValueError(f"{tasks[0]} needs one process only: leave torchrun out")
 
 
 def help_text(Args, preset, doc: str) -> str:
@@ -1189,8 +1238,9 @@ def run_command(algorithm: str, Args, presets: dict, make_agent: Callable, train
         complain(error, ". The run ends", "; go on from the last checkpoint with: ")
         return EXIT_PROCESS
     except FloatingPointError as error:
-        complain(error, f". Learning has blown up, and nothing of that was saved: the last checkpoint in {error.folder} is from "
-                 "before. Start again with a smaller --learning-rate")  # fmt: skip
+        complain(
+            error, ". Learning has blown up, and nothing of that was saved. Start again with a smaller --learning-rate"
+        )
         return EXIT_ERROR
     except (ValueError, OSError) as error:
         complain(error)
@@ -1222,7 +1272,8 @@ def evaluate_driver(args, algorithm: str, make_agent: Callable) -> list[dict]:
     if args.json:
         args.json.touch()  # fail now, not after the drive
     for track in args.track_id:
-        envs = RacerVectorEnv(args.episodes, track, args.config_path, args.bridge_url or None, args.start)
+        settings = {"bridge_url": args.bridge_url or None, "start": args.start, "retries": args.bridge_retries}
+        envs = RacerVectorEnv(args.episodes, track, args.config_path, **settings)
         with contextlib.closing(envs):
             results.append(r := summarize(evaluate(agent.drive, envs, [track], args.seed)))
         known = r["percent_of_best"] and lap_time(r["percent_of_best"] / 100 * r["flying_lap_sec"])
@@ -1245,8 +1296,6 @@ def evaluate_driver(args, algorithm: str, make_agent: Callable) -> list[dict]:
 
 def export_driver(args, algorithm: str, make_agent: Callable) -> Path:
     """`--export`: a driver as the browser game loads it. It normalises observations as the stats say, then asks the model."""
-    if args.checkpoint is None:
-        raise ValueError("--export says where to; give --checkpoint PATH as well, what to export")
     try:
         import onnx  # noqa: F401  torch.onnx needs it
     except ImportError as error:

@@ -148,16 +148,11 @@ class Args:
 
 PRESETS = {  # other defaults, for commands that ask for them
     "slow game": {  # --bridge-url, or up to 16 cars: steps are slow, so each is learned from more often
-        "total_timesteps": 200_000,
-        "num_envs": 8,
-        "rollout_steps": 512,
-        "minibatch_size": 512,
-        "update_epochs": 8,
-        "eval_every": 20_000,
-        "checkpoint_every": 20_000,
+        "total_timesteps": 200_000, "num_envs": 8, "rollout_steps": 512, "minibatch_size": 512, "update_epochs": 8,
+        "eval_every": 20_000, "checkpoint_every": 20_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
-}
+}  # fmt: skip
 
 # ======================================================================================================================
 # Agent

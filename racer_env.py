@@ -753,18 +753,17 @@ class RacerVectorEnv(gym.vector.VectorEnv):
 
     # -- state in, state out: what an exact resume needs -----------------------------------------------------------------
 
-    def get_state(self) -> dict[str, np.ndarray] | None:
-        """Everything the next step depends on, as plain arrays. None on a bridge: the game does not expose its state."""
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Everything the next step depends on, as plain arrays. Empty on a bridge: the game does not expose its state."""
         if not isinstance(self._cars, EmbeddedCars):
-            return None
+            return {}
         return {**self._cars.sim.get_state(), **{name: getattr(self, f"_{name}").copy() for name in self.OWN_STATE}}
 
-    def set_state(self, state: dict[str, np.ndarray] | None) -> None:
-        """Continue from get_state(), bit for bit. From None, all cars begin new episodes."""
+    def set_state(self, state: dict[str, np.ndarray]) -> None:
+        """Continue from get_state(), bit for bit."""
         _check_open(self._state)
-        if state is None or not isinstance(self._cars, EmbeddedCars):
-            self.reset()
-            return
+        if not isinstance(self._cars, EmbeddedCars):
+            raise ValueError("the real game cannot be put into a state; only the embedded engine can")
         for name in self.OWN_STATE:
             value, own = np.asarray(state.get(name)), getattr(self, f"_{name}")
             if value.shape != own.shape or value.dtype != own.dtype:
@@ -800,16 +799,16 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             seed = int(np.random.SeedSequence().generate_state(1)[0])
         if seed is None:
             return None
-        if isinstance(seed, (int, np.integer)):
+        if isinstance(seed, (int, np.integer)) and seed >= 0:
             super().reset(seed=int(seed))
             return [int(seed) + self.first_car + i for i in range(self.num_envs)]
-        if len(seed) != self.num_envs or any(s is not None and (not isinstance(s, int) or s < 0) for s in seed):
+        fits = isinstance(seed, Sequence) and len(seed) == self.num_envs
+        if not fits or any(s is not None and (not isinstance(s, int) or s < 0) for s in seed):
             raise ValueError(
-                f"seed is {_start_of(seed)}; it must be a whole number, or one (or None) for each of {self.num_envs} cars"
+                f"seed is {_start_of(seed)}; it must be 0 or more, or a list of {self.num_envs}, None for any"
             )
-        fresh = (
-            np.random.SeedSequence().generate_state(self.num_envs) if self._state == "new" else [None] * self.num_envs
-        )
+        anew = self._state == "new"
+        fresh = np.random.SeedSequence().generate_state(self.num_envs) if anew else [None] * self.num_envs
         return [other if s is None else s for s, other in zip(seed, fresh, strict=True)]
 
     def step(self, actions):

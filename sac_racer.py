@@ -37,6 +37,7 @@ from callbacks_lite import (
     leave,
     make_envs,
     make_generator,
+    mean_metrics,
     run_command,
     world_size,
 )
@@ -144,6 +145,12 @@ class Args:
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
 
+    def __post_init__(self):
+        if self.buffer_size < self.num_envs * self.n_step:
+            raise ValueError(
+                f"--buffer-size is {self.buffer_size}, less than {self.num_envs} cars times --n-step {self.n_step}"
+            )
+
     @property
     def steps_per_choice(self) -> int:
         return self.num_envs * self.action_repeat
@@ -156,15 +163,11 @@ class Args:
 
 PRESETS = {  # other defaults, for commands that ask for them
     "slow game": {  # --bridge-url, or up to 16 cars: steps are slow, so the run is short and is evaluated often
-        "total_timesteps": 120_000,
-        "num_envs": 8,
-        "buffer_size": 10_000,
-        "log_every": 2_000,
-        "eval_every": 10_000,
-        "checkpoint_every": 10_000,
+        "total_timesteps": 120_000, "num_envs": 8, "buffer_size": 10_000,
+        "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
-}
+}  # fmt: skip
 LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
 MOST_THROTTLE = 0.9  # where --init-throttle ends, of [-1, 1]: at 1 the mean before squashing would be infinite
 
@@ -464,7 +467,7 @@ def train(args: Args) -> dict:
     buffer = ReplayBuffer(args.buffer_size // world_size(), envs.num_envs)
     batch_size = math.ceil(args.batch_size / world_size())  # every process draws its share
     parts = {"agent": agent, "actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer, "scaler": scaler}
-    parts |= {"envs": envs, "generator": generator} | ({"buffer": buffer} if args.save_buffer else {})
+    parts |= {"envs": envs, "generator": generator, "buffer": buffer if args.save_buffer else None}
     with Run("sac", args, envs, parts) as run, ThreadPoolExecutor(1) as other_core:  # restores the parts on --resume
         while not run.done:
             if args.anneal_lr:
@@ -495,10 +498,6 @@ def train(args: Args) -> dict:
             if run.due(args.checkpoint_every) or run.stopped:
                 run.save("checkpoint.pt")
         return run.report()
-
-
-def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
-    return {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]} if history else {}
 
 
 def learns(buffer: ReplayBuffer, args: Args) -> bool:

@@ -377,11 +377,10 @@ def test_whoever_sets_retries_to_0_does_not_wait_any_longer(bridge, monkeypatch)
     envs.close()
 
 
-def test_the_state_of_the_real_game_is_none_and_none_begins_anew(good_bridge):
+def test_the_state_of_the_real_game_is_empty(good_bridge):
     envs = RacerVectorEnv(2, bridge_url=good_bridge.url)
-    first, _ = envs.reset()
-    envs.step(np.tile(GO, (2, 1)))
-    assert envs.get_state() is None
-    envs.set_state(None)
-    np.testing.assert_array_equal(envs.observations, first)
+    envs.reset()
+    assert envs.get_state() == {}
+    with pytest.raises(ValueError, match="the real game cannot be put into a state"):
+        envs.set_state({})
     envs.close()

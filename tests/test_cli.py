@@ -11,6 +11,7 @@ import sys
 import pytest
 from conftest import MODULES, ROOT, args_of, both
 
+import sac_racer
 from callbacks_lite import help_text, make_envs
 from racer_sim import TRACKS
 
@@ -79,6 +80,26 @@ def test_a_first_look_at_the_command_line_chooses_the_defaults(name):
     assert args_of(name, "--track-id", "track-01", "track-02", "--start", "grid").start == "grid"
     on_bridge = args_of(name, "--track-id", "track-01", "track-02", "--bridge-url", "ws://localhost:1")
     assert on_bridge.start == "grid" and on_bridge.num_envs == 8, "the real game has no other start"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--resume", "a", "--evaluate", "b"), "--resume and --evaluate are different tasks; give one of them"),
+        (("--export", "a"), "--export needs --checkpoint as well"),
+        (("--checkpoint", "a"), "--checkpoint needs --export as well"),
+        (("--json", "a"), "--json needs --evaluate as well"),
+        (("--bridge-url",), "--bridge-url has no URL; give one like ws://localhost:9876"),
+    ],
+)
+def test_flags_that_make_no_sense_together_or_alone_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        args_of("ppo", *words)
+
+
+def test_a_buffer_has_to_hold_the_steps_that_are_learned_from():
+    with pytest.raises(ValueError, match="--buffer-size is 100, less than 64 cars times --n-step 5"):
+        sac_racer.Args(buffer_size=100)
 
 
 def test_every_track_needs_a_car(tmp_path):

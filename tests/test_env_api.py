@@ -414,7 +414,7 @@ def test_seeds_of_none_go_on_or_are_fresh():
         np.testing.assert_array_equal(envs.reset(seed=seed)[0], sync.reset(seed=seed)[0])
     first, second = (RacerVectorEnv(2, start="anywhere").reset(seed=[None, 5])[0] for _ in range(2))
     assert not np.array_equal(first[0], second[0]) and np.array_equal(first[1], second[1])
-    with pytest.raises(ValueError, match=r"seed is \[1, -3\]; it must be a whole number, or one"):
+    with pytest.raises(ValueError, match=r"seed is \[1, -3\]; it must be 0 or more, or a list of 2"):
         envs.reset(seed=[1, -3])
 
 

@@ -20,7 +20,7 @@ from fuzz_server import expected, replies
 import ppo_racer
 import racer_env
 import sac_racer
-from callbacks_lite import Clock, RaceStats, Run, read_csv
+from callbacks_lite import Clock, RaceStats, Run, evaluate, read_csv
 from racer_env import BridgeError, RacerVectorEnv
 
 SMALL = {"eval_every": 4096, "checkpoint_every": 1024, "start": "anywhere", "run_name": "run"}
@@ -168,6 +168,20 @@ def test_retries_end_when_the_bridge_does_not_come_back(start, tmp_path, name):
     assert "no game bridge at" in out and f"--resume {tmp_path / 'run'}" in out
 
 
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(racer_env, "LONGEST_PAUSE_S", 0.0)
+
+
+def test_an_evaluation_that_never_gets_through_gives_up(bridge, no_pauses):
+    """Every connection fails in tick 6 of an episode: each time the bridge comes back, and the count of retries with it."""
+    envs = RacerVectorEnv(1, bridge_url=bridge("--fault", "cut", "--after", "5").url, retries=2)
+    with pytest.raises(BridgeError, match=r"the bridge failed in an evaluation, for the 3\. time in a row"):
+        evaluate(lambda obs: np.array([[0.0, 1.0, 0.0]]), envs, ["track-01"])
+    assert envs.bridge_faults == 3
+    envs.close()
+
+
 class Faulty:
     """The embedded cars, whose step fails at certain ticks like a bridge's, before anything has happened."""
 
@@ -190,11 +204,6 @@ class Faulty:
 
     def close(self):
         pass
-
-
-@pytest.fixture
-def no_pauses(monkeypatch):
-    monkeypatch.setattr(racer_env, "LONGEST_PAUSE_S", 0.0)
 
 
 class TinyRun:

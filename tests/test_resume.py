@@ -144,6 +144,21 @@ def test_resume_refuses_to_change_what_cannot_change(lab, straight):
             lab.resume(straight, **change)
 
 
+def test_best_pt_resumes_bit_for_bit_too(lab, tmp_path, straight):
+    shutil.copytree(straight, tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.pt").unlink()
+    assert lab.resume(tmp_path / "run")["finished"]
+    lab.assert_same_run(straight, tmp_path / "run")
+
+
+@mostly_shared
+def test_a_loose_checkpoint_is_not_resumed_among_other_files(lab, tmp_path, straight):
+    shutil.copy(straight / "best.pt", tmp_path / "keep.pt")
+    with pytest.raises(ValueError, match=r"is no run folder \(it has no args\.json\)"):
+        lab.resume(tmp_path / "keep.pt")
+    assert [file.name for file in tmp_path.iterdir()] == ["keep.pt"]
+
+
 @mostly_shared
 def test_a_finished_run_says_that_there_is_nothing_to_do(lab, tmp_path, straight, capsys):
     shutil.copytree(straight, tmp_path / "run")
@@ -279,7 +294,7 @@ def test_a_checkpoint_without_a_new_flag_or_with_one_that_is_gone_goes_on(lab, t
 def test_without_its_buffer_sac_goes_on_and_says_what_that_means(tmp_path, capsys):
     lab = Lab("sac", tmp_path)
     lab.train(tmp_path, save_buffer=False, total_timesteps=2048)
-    assert lab.resume(tmp_path / "run", save_buffer=True, total_timesteps=4096)["finished"]
+    assert lab.resume(tmp_path / "run", total_timesteps=4096)["finished"]
     assert "the checkpoint holds no buffer: the run goes on with a new one" in capsys.readouterr().out
 
 
@@ -403,6 +418,7 @@ BAD = {
 def test_a_bad_checkpoint_is_refused_and_says_why(lab, tmp_path, straight, make, use, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path, good = tmp_path / "bad.pt", torch.load(straight / "checkpoint.pt", weights_only=True)
+    (tmp_path / "args.json").touch()  # as in a run folder
     if make == "truncated":
         whole = (straight / "checkpoint.pt").read_bytes()
         path.write_bytes(whole[: len(whole) // 2])

@@ -319,6 +319,15 @@ def test_torchrun_restarts_a_run_from_its_last_checkpoint_by_itself(launch, tmp_
 
 @pytest.mark.slow
 @linux
+def test_a_restart_does_not_take_a_folder_that_the_launch_was_refused(launch, tmp_path):
+    finish(launch("ppo"))
+    before = (tmp_path / "a" / "best.pt").read_bytes()
+    out, _ = launch("ppo", restarts=1, seed=7).communicate(timeout=120)
+    assert out.count("is not empty; go on with it") == 2 and (tmp_path / "a" / "best.pt").read_bytes() == before
+
+
+@pytest.mark.slow
+@linux
 @both
 def test_ctrl_c_stops_all_processes_together_with_one_checkpoint(launch, tmp_path, name):
     process = launch(name, total_timesteps=10**8)
