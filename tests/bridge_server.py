@@ -17,6 +17,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import websockets
@@ -120,12 +121,16 @@ def step_result(sim: RacerSim, action) -> dict:
 
 async def serve_car(connection, options) -> None:
     session, steps = {}, 0
+    asked = parse_qs(
+        urlsplit(connection.request.path).query
+    )  # a fault for this connection: ws://host:port/?fault=cut&after=5
+    fault, after = asked.get("fault", [options.fault])[0], int(asked.get("after", [options.after])[0])
     try:
         async for text in connection:
             reply = answer(session, text)
             if reply["type"] == "step_result":
-                if options.fault and steps >= options.after:
-                    if not await misbehave(connection, options.fault, reply):
+                if fault and steps >= after:
+                    if not await misbehave(connection, fault, reply):
                         return
                     continue
                 steps += 1

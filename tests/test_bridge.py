@@ -247,8 +247,8 @@ NAMED = {
 
 
 @pytest.mark.parametrize("fault", [*BAD_REPLIES, *RAW_FRAMES])
-def test_a_bad_reply_is_named_and_shown(bridge, fault):
-    said = run_into_fault(bridge("--fault", fault, "--after", "2").url, 2)
+def test_a_bad_reply_is_named_and_shown(good_bridge, fault):
+    said = run_into_fault(f"{good_bridge.url}/?fault={fault}&after=2", 2)
     assert re.search(NAMED[fault], said), said
     assert "bridge connection 0" in said and "after 2 steps" in said
 

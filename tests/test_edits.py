@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from conftest import MODULES, ROOT, TINY, both, flags, load
+from conftest import MODULES, ROOT, TINY, both, flags, load, one_in_short
 
 from racer_env import RacerEnv
 
@@ -55,7 +55,7 @@ LAYER = {
 FLAG = ("    gamma: float", '    warp_drive: float = 0.5\n    """an idea"""\n    gamma: float', 1)
 
 
-@both
+@one_in_short
 @pytest.mark.parametrize("change", ["activation", "layer", "flag"])
 def test_another_network_and_a_new_flag_are_one_edit(monkeypatch, tmp_path, name, change):
     edit = {"activation": ACTIVATION[name], "layer": LAYER[name], "flag": FLAG}[change]
@@ -75,7 +75,7 @@ def test_a_network_with_another_activation_drives_with_it(monkeypatch, tmp_path,
     assert "Tanh" in calls and not {"ReLU", "SiLU"} & set(calls)
 
 
-@both
+@one_in_short
 def test_old_checkpoints_evaluate_and_resume_with_a_new_flag(monkeypatch, tmp_path, name, capsys):
     old, new = MODULES[name], edited(name, tmp_path, FLAG)
     run = tmp_path / "old"

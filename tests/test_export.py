@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES, TINY, args_of, both
+from conftest import MODULES, TINY, args_of, both, one_in_short
 
 from callbacks_lite import evaluate, export_driver, load_driver
 from racer_env import ACTION_HIGH, ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, RacerVectorEnv
@@ -72,7 +72,7 @@ def test_the_exported_pair_drives_the_same_laps(tmp_path, name):
     assert len(own.lap_ticks) >= 4 and exported.lap_ticks == own.lap_ticks
 
 
-@both
+@one_in_short
 def test_what_no_network_should_give_stays_in_the_box(tmp_path, name):
     run = trained(name, tmp_path)
     saved = torch.load(run / "best.pt", weights_only=True)
