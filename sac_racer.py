@@ -427,13 +427,11 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
         if i % args.policy_frequency == 0:
             alpha = agent.log_alpha.exp().detach()
             new_actions, logprobs = agent.sample(mb_obs, mb_noise)
-            loss = actor_loss(agent.values(agent.critics, mb_obs, new_actions), logprobs, alpha)
+            # The slowly following targets judge the actor's actions: with the critics, more runs settle on the shoulder.
+            loss = actor_loss(agent.values(agent.critic_targets, mb_obs, new_actions), logprobs, alpha)
             temperature_loss = alpha_loss(agent.log_alpha, logprobs.detach(), args.target_entropy)
             actor_optimizer.zero_grad()
-            # The critics do not learn from what the actor asks them.
-            (loss + temperature_loss if args.autotune else loss).backward(
-                inputs=actor_optimizer.param_groups[0]["params"]
-            )
+            (loss + temperature_loss if args.autotune else loss).backward()
             average_gradients(actor_optimizer)
             actor_optimizer.step()
             actor_losses.append(

@@ -117,6 +117,7 @@ def test_the_drivers_do_what_the_rows_say():
     assert np.mean(leaning_contacts[150:]) > 0.5, "most cars are in the walls"
 
 
+@pytest.mark.slow
 def test_learning_is_measured_in_updates_of_both_algorithms(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_racer, "LEARNING_S", 0.01)
     path = tmp_path / "out.json"

@@ -39,8 +39,8 @@ def works(monkeypatch, module, name: str, folder) -> None:
     run = folder / "edited"
     command(*flags({**TINY[name], "total_timesteps": 2048, "run_dir": folder, "run_name": "edited"}))
     command("--evaluate", run, "--episodes", 1)
-    pytest.importorskip("onnx")
-    command("--export", folder / "driver", "--checkpoint", run)
+    if importlib.util.find_spec("onnx"):  # .ci/run installs it
+        command("--export", folder / "driver", "--checkpoint", run)
 
 
 ACTIVATION = {"ppo": ("nn.ReLU()", "nn.Tanh()", MANY), "sac": ("nn.SiLU()", "nn.Tanh()", MANY)}

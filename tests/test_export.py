@@ -86,6 +86,7 @@ def test_what_no_network_should_give_stays_in_the_box(tmp_path, name):
         assert (actions == ACTION_LOW).any() and (actions == ACTION_HIGH).any()
 
 
+@pytest.mark.slow
 def test_what_export_lacks_is_said(tmp_path, monkeypatch):
     module, run = MODULES["ppo"], trained("ppo", tmp_path)
     real = builtins.__import__

@@ -445,7 +445,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, mo
 
 def test_same_seed_same_numbers_and_another_seed_others(tmp_path):
     def weights(seed, name):
-        result = train(small(tmp_path, seed=seed, run_name=name))
+        result = train(small(tmp_path, seed=seed, run_name=name, total_timesteps=1024))
         return load_checkpoint(result["run_folder"], "ppo")["parts"]["agent"]
 
     a, b, c = weights(3, "a"), weights(3, "b"), weights(4, "c")

@@ -287,24 +287,6 @@ def test_the_actors_loss_leaves_the_critics_alone_and_theirs_the_actor():
         assert all(p.grad is None for p in agent.critic_targets.parameters())
 
 
-def test_what_the_actor_asks_the_critics_is_not_in_their_gradients():
-    def gradients(policy_frequency):
-        torch.manual_seed(0)
-        agent = Agent()
-        run_update(agent, make_samples(1), updates=1, policy_frequency=policy_frequency, learning_rate=0.0)
-        return torch.cat([p.grad.flatten() for p in agent.critics.parameters()])
-
-    torch.manual_seed(0)
-    agent, samples = Agent(), make_samples(1)
-    expected = gradients(1)
-    loss = agent.values(agent.critics, agent.normalize(samples["obs"]), samples["actions"]).square().mean()
-    loss.backward()
-    assert expected.shape == torch.cat([p.grad.flatten() for p in agent.critics.parameters()]).shape
-    assert torch.equal(expected, gradients(2)), (
-        "an update with a step of the actor, and the first of two without one more"
-    )
-
-
 def test_the_critics_learn_the_targets_and_the_actor_what_they_value():
     torch.manual_seed(0)
     agent, samples = Agent(init_alpha=1e-6), make_samples(count=30)
@@ -395,6 +377,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, mo
     assert all(torch.isfinite(value).all() for value in agent.values())
 
 
+@pytest.mark.slow
 def test_an_error_while_driving_or_learning_ends_the_run_with_that_error(tmp_path, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError("on purpose")
@@ -429,7 +412,7 @@ def test_the_networks_learn_while_the_cars_drive(tmp_path, monkeypatch):
 
 def test_same_seed_same_numbers_and_another_seed_others(tmp_path):
     def weights(**changes):
-        folder = Path(train(small(tmp_path, total_timesteps=2048, **changes))["run_folder"])
+        folder = Path(train(small(tmp_path, total_timesteps=1024, **changes))["run_folder"])
         return load_checkpoint(folder, "sac")["parts"]["agent"]["actor.0.weight"]
 
     assert torch.equal(weights(), weights()) and not torch.equal(weights(), weights(seed=2))

@@ -75,6 +75,7 @@ def test_rays_are_those_of_testing_every_wall(make):
         np.testing.assert_allclose(mine[k], brute_force_rays(track, points, heading + angle), atol=1e-9 * RAY_RANGE)
 
 
+@pytest.mark.slow
 def test_rays_along_the_axes_and_the_borders_of_bins():
     """Headings and places that fall exactly on the borders of the tables."""
     track = Track("track-01", TRACKS["track-01"])
