@@ -427,11 +427,11 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
         if i % args.policy_frequency == 0:
             alpha = agent.log_alpha.exp().detach()
             new_actions, logprobs = agent.sample(mb_obs, mb_noise)
-            # The slowly following targets judge the actor's actions: with the critics, more runs settle on the shoulder.
-            loss = actor_loss(agent.values(agent.critic_targets, mb_obs, new_actions), logprobs, alpha)
+            loss = actor_loss(agent.values(agent.critics, mb_obs, new_actions), logprobs, alpha)
             temperature_loss = alpha_loss(agent.log_alpha, logprobs.detach(), args.target_entropy)
             actor_optimizer.zero_grad()
-            (loss + temperature_loss if args.autotune else loss).backward()
+            own = actor_optimizer.param_groups[0]["params"]  # the critics do not learn from what the actor asks them
+            (loss + temperature_loss if args.autotune else loss).backward(inputs=own)
             average_gradients(actor_optimizer)
             actor_optimizer.step()
             actor_losses.append(

@@ -25,9 +25,8 @@ from racer_env import BridgeError, RacerVectorEnv
 
 SMALL = {"eval_every": 4096, "checkpoint_every": 1024, "start": "anywhere", "run_name": "run"}
 BRIDGE = {"checkpoint_every": 200, "run_name": "run", "total_timesteps": 2000}
-OTHER_FAULTS = [
-    pytest.param(f, marks=pytest.mark.slow) for f in ("stall", "close", "drip", "not-json", "nan-ray", "error")
-]
+OTHER_FAULTS = [("sac", "cut"), *(("ppo", f) for f in ("stall", "close", "drip", "not-json", "nan-ray", "error"))]
+OTHER_FAULTS = [pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_FAULTS]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses what only Linux has")
 
 
@@ -118,8 +117,7 @@ def test_a_folder_that_goes_away_in_the_middle_of_a_run_stops_nothing(start, tmp
 # -- bridges -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["cut", *OTHER_FAULTS])
-@one_in_short
+@pytest.mark.parametrize(("name", "fault"), [("ppo", "cut"), *OTHER_FAULTS])
 def test_a_bridge_fault_saves_and_exits_with_3(start, tmp_path, name, fault):
     script = tmp_path / "impatient.py"
     script.write_text(
@@ -137,8 +135,7 @@ def test_a_bridge_fault_saves_and_exits_with_3(start, tmp_path, name, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["cut", "nan-ray"])
-@both
+@pytest.mark.parametrize(("name", "fault"), [("ppo", "cut"), ("sac", "nan-ray")])
 def test_with_retries_a_run_goes_on_through_faults_and_counts_them(start, tmp_path, name, fault):
     """Every connection fails after 120 steps: a run of 400 ticks meets that three times."""
     server = Server("--fault", fault, "--after", "120")
@@ -267,7 +264,7 @@ def test_what_sac_learns_from_a_fault_is_a_choice_that_was_cut_short(no_pauses):
 # -- rubbish -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1500, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("count", [1500, pytest.param(8_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_malformed_replies_are_always_an_error_and_no_wrong_number_is_accepted(count, monkeypatch, bridge):
     """The server answers the n-th connection's step with the n-th malformed reply, which this test makes too."""
     monkeypatch.setattr(racer_env, "REPLY_TIMEOUT_S", 20.0)
@@ -310,10 +307,10 @@ def test_memory_stays_flat(tmp_path, monkeypatch, name):
     own = {"rollout_steps": 16, "minibatch_size": 128} if name == "ppo" else {"log_every": 256, "action_repeat": 2}
     own |= {} if name == "ppo" else {"learning_starts": 256, "batch_size": 16, "updates": 2, "buffer_size": 320}
     args = module.Args(
-        num_envs=16, total_timesteps=256 * 2000, config_path=short_episodes(tmp_path, 60), run_dir=tmp_path,
+        num_envs=16, total_timesteps=256 * 1000, config_path=short_episodes(tmp_path, 60), run_dir=tmp_path,
         eval_every=256 * 20, checkpoint_every=256 * 20, **own,
     )  # fmt: skip
     module.train(args)
     tenth = len(sizes) // 10
     first, last = np.mean(sizes[:tenth]), np.mean(sizes[-tenth:])
-    assert tenth == 200 and last < 1.05 * first, (first, last)
+    assert tenth == 100 and last < 1.05 * first, (first, last)

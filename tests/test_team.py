@@ -118,8 +118,7 @@ runpy.run_path({root!r} + "/{name}_racer.py", run_name="__main__")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [False, True])
-@both
+@pytest.mark.parametrize(("name", "fails"), [("ppo", False), ("sac", True)])
 def test_processes_leave_without_clean_up_once_all_is_told(launch, tmp_path, name, fails):
     """A thread of gloo that lets go of its last tensor while Python cleans up aborts the process (seen: one end in 230)."""
     script = tmp_path / "clean_up.py"
@@ -297,8 +296,7 @@ def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
 
 @pytest.mark.slow
 @linux
-@pytest.mark.parametrize("resumed", [False, True])
-@both
+@pytest.mark.parametrize(("name", "resumed"), [("ppo", False), ("sac", True)])
 def test_torchrun_restarts_a_run_from_its_last_checkpoint_by_itself(launch, tmp_path, name, resumed):
     """With a folder name of its own making, and when it was resumed from an older file."""
     words, settings = [], {"run_name": "", "total_timesteps": 32_768, "eval_every": 10**9}
