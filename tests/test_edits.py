@@ -56,7 +56,9 @@ FLAG = ("    gamma: float", '    warp_drive: float = 0.5\n    """an idea"""\n   
 
 
 @one_in_short
-@pytest.mark.parametrize("change", ["activation", "layer", "flag"])
+@pytest.mark.parametrize(
+    "change", ["activation", *(pytest.param(c, marks=pytest.mark.slow) for c in ("layer", "flag"))]
+)
 def test_another_network_and_a_new_flag_are_one_edit(monkeypatch, tmp_path, name, change):
     edit = {"activation": ACTIVATION[name], "layer": LAYER[name], "flag": FLAG}[change]
     works(monkeypatch, edited(name, tmp_path, edit), name, tmp_path)

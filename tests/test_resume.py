@@ -454,7 +454,7 @@ def test_a_driver_drives_the_same_on_both_backends(lab, straight, good_bridge):
     agent = load_driver(straight, lab.module.Args(), lab.name, lab.module.make_agent)
     episodes, given = [], []
     for url in (None, good_bridge.url):
-        envs = RacerVectorEnv(1, bridge_url=url)
+        envs = RacerVectorEnv(1, config_path=lab.usual["config_path"], bridge_url=url)
         given.append([])
         episodes.append(evaluate(lambda o: (given[-1].append(agent.drive(o)), given[-1][-1])[1], envs, ["track-01"]))
         envs.close()
