@@ -1019,10 +1019,14 @@ class Run:
                 "parts": parts,
                 "run": {**run, "published_beaten": self.published_beaten},
             }
-            self.saved = from_first(write_checkpoint, self.folder / name, checkpoint)
-            if self.saved and _store is not None and name == "checkpoint.pt":
-                _store.set("saved", str(self.folder.resolve()))  # for torchrun's next attempt
+            self.saved = from_first(self._write, name, checkpoint)
         return self.saved
+
+    def _write(self, name: str, checkpoint: dict) -> bool:
+        written = write_checkpoint(self.folder / name, checkpoint)
+        if written and _store is not None and name == "checkpoint.pt":
+            _store.set("saved", str(self.folder.resolve()))  # for torchrun's next attempt
+        return written
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
