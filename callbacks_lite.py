@@ -853,7 +853,8 @@ class Run:
             for name, part in self.parts.items():
                 saved = checkpoint["parts"].get(name)
                 if saved is None or part is None:
-                    say(f"the checkpoint holds no {name}: the run goes on with a new one, and not bit for bit")
+                    if rank() == 0:
+                        say(f"the checkpoint holds no {name}: the run goes on with a new one, and not bit for bit")
                 elif hasattr(part, "state_dict"):
                     part.load_state_dict(saved)
                 elif processes == world_size() and saved[rank()] != {}:
