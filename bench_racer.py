@@ -1,8 +1,10 @@
-"""How fast it is, measured on this machine: the environment, learning alone, and training from nothing to a fast lap.
+"""How fast it is and how well it drives, measured on this machine.
 
-    python bench_racer.py                                     # all three tables, about two and a half minutes
+    python bench_racer.py                                     # the first three tables, about two and a half minutes
     python bench_racer.py --only environment                  # the first, 20 seconds
     python bench_racer.py --only training --runs 3            # medians of three seeds
+    python bench_racer.py --only drivers                      # what a driver that has learned nothing reaches
+    python bench_racer.py --only drivers --checkpoint runs/NAME/best.pt      # and a trained one beside it
     python bench_racer.py --compare                           # and Stable-Baselines3 beside it, if it is installed
     python bench_racer.py --bridge-url ws://localhost:9876    # the real game, 1 and --num-envs connections
     python bench_racer.py --json out.json                     # every number, for a machine to read
@@ -14,6 +16,7 @@ Every row is the median of its repeats, beside their spread: (fastest - slowest)
     learning     optimiser updates/s of each algorithm on samples that are there already, at its default settings
     training     each algorithm's default command as a process of its own, from its start to its end: steps/s, the seconds
                  to a lap faster than the published driver's 7.367 s on track-01, and where the time of a step goes
+    drivers      an episode from the grid on every track: laps, reward, time off the road
 
 Exit code: 0 if the environment's fastest row reaches --target steps/s, 1 if not, 2 if something could not be measured
 (no bridge, a bad flag).
@@ -25,6 +28,7 @@ Exit code: 0 if the environment's fastest row reaches --target steps/s, 1 if not
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -40,28 +44,34 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 import tyro
 
-from callbacks_lite import PUBLISHED_LAP_TICKS, evaluate
+from callbacks_lite import PUBLISHED_LAP_TICKS, describe, evaluate, load_checkpoint, load_driver, saved_args, summarize
 from racer_env import BridgeError, RacerVectorEnv
-from racer_sim import RacerSim
+from racer_sim import TICKS_PER_SECOND, TRACKS, RacerSim
 
 PUBLISHED_BRIDGE_STEPS_PER_SEC = 3_980  # what the game's authors report for their bridge on a desktop, one connection
 CAR_COUNTS = (1, 16, 64, 256, 1_024, 4_096)
 EMBEDDED_TARGET, BRIDGE_TARGET = 1_000_000.0, 1_000.0
-ALL_TRACKS = ("track-01", "track-02", "track-03")
 ALGORITHMS = ("ppo", "sac")
 LEARNING_S = 1.0  # how long a repeat of learning takes
-LAP_MARK = "7.367 s"  # the published driver's lap
+GAINS, OFFSETS = (0.25, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0), (-0.1, -0.03, 0.0, 0.03)  # of the hand-written driver
 HERE = Path(__file__).resolve().parent
 
 
 @dataclasses.dataclass
 class Args:
-    """Measure the environment, learning and training; or the real game behind a bridge."""
+    """Measure the environment, learning and training; the real game behind a bridge; or drivers."""
 
-    only: tuple[Literal["environment", "learning", "training"], ...] = ("environment", "learning", "training")
+    only: tuple[Literal["environment", "learning", "training", "drivers"], ...] = (
+        "environment",
+        "learning",
+        "training",
+    )
     """the tables to measure"""
+    checkpoint: tuple[Path, ...] = ()
+    """drivers: trained drivers to drive beside the hand-written one, checkpoints or run folders"""
     compare: bool = False
     """measure Stable-Baselines3 as well, on the same embedded engine (pip install stable-baselines3)"""
     compare_seconds: float = 120.0
@@ -74,8 +84,8 @@ class Args:
     """measure the real game at these URLs instead of the embedded engine"""
     num_envs: int = 8
     """bridge: number of connections of the second row"""
-    track_id: str = "track-01"
-    """track to drive on"""
+    track_id: tuple[str, ...] = ()
+    """tracks to drive on (default: track-01; all three of the game for drivers)"""
     steps: int = 400
     """timed steps a repeat; each moves all cars of the row"""
     warmup: int = 100
@@ -95,7 +105,7 @@ class Args:
             raise ValueError("--compare needs Stable-Baselines3, which is not installed: pip install stable-baselines3")
 
 
-# -- drivers: what the cars do while they are measured -------------------------------------------------------------------
+# -- drivers -------------------------------------------------------------------------------------------------------------
 
 
 def drive(observations: np.ndarray) -> np.ndarray:
@@ -110,6 +120,50 @@ def lean(observations: np.ndarray) -> np.ndarray:
     """Into the nearer wall and along it. (N, 14) -> (N, 3)"""
     side = np.where(observations[:, 0] < observations[:, 8], 0.35, -0.35)  # ray 0 looks to the right, ray 8 to the left
     return np.stack([side, np.full(len(side), 0.6), np.zeros(len(side))], axis=1)
+
+
+def full_throttle(observations: np.ndarray, gain=1.0, offset=0.0) -> np.ndarray:
+    """The hand-written driver: full throttle, and steer to the side that has more room. (N, 14) -> (N, 3)"""
+    right, left = observations[:, 0:4].sum(1), observations[:, 5:9].sum(1)
+    steer = np.clip(gain * (right - left) + offset, -1, 1)
+    return np.stack([steer, np.ones(len(steer)), np.zeros(len(steer))], axis=1)
+
+
+def hand_written(track: str) -> tuple[dict, dict]:
+    """What it reaches on a track from the grid: with its one setting, and with the best of 28 by reward."""
+    gain, offset = (values.ravel() for values in np.meshgrid(GAINS, OFFSETS))
+    envs = RacerVectorEnv(len(gain), track)
+    episodes = evaluate(lambda obs: full_throttle(obs, gain, offset), envs, [track])
+    results = [summarize([episode], envs.config) for episode in episodes]
+    one = next(r for r, g, o in zip(results, gain, offset, strict=True) if (g, o) == (1.0, 0.0))
+    return one, max(results, key=lambda result: result["mean_reward"])
+
+
+def trained(path: Path):
+    """The driver in a checkpoint of either algorithm."""
+    for name in ALGORITHMS:
+        try:
+            saved = load_checkpoint(path, name, "best.pt")["args"]
+        except ValueError as error:
+            problem = error
+            continue
+        trainer = importlib.import_module(f"{name}_racer")
+        return load_driver(path, saved_args(trainer.Args, saved), name, trainer.make_agent).drive
+    raise problem
+
+
+def bench_drivers(args: Args) -> list[dict]:
+    rows, trained_drivers = [], [(str(path), trained(path)) for path in args.checkpoint]
+    for track in args.track_id or TRACKS:
+        one, best = hand_written(track)
+        found = [("hand-written", one), (f"hand-written, best of {len(GAINS) * len(OFFSETS)}", best)]
+        for label, driver in trained_drivers:
+            envs = RacerVectorEnv(1, track)
+            found.append((label, summarize(evaluate(driver, envs, [track]), envs.config)))
+        for label, result in found:
+            rows.append({"label": label, **result})
+            print(f"{label:<26}  {describe(result)}", flush=True)
+    return rows
 
 
 # -- 1 the environment ---------------------------------------------------------------------------------------------------
@@ -139,21 +193,16 @@ def run_benchmark(
     """One row: steps/s of all cars together, and the latency of one step() call. The median repeat by steps/s."""
     tracks = [track_id] if isinstance(track_id, str) else list(track_id)
     start = "grid" if bridge_url else "anywhere"  # spread over the track, as in training
-    envs = (
-        BareEngine(num_envs, tracks, start=start)
-        if engine_only
-        else RacerVectorEnv(num_envs, tracks, None, bridge_url, start)
-    )
+    if engine_only:
+        envs = BareEngine(num_envs, tracks, start=start)
+    else:
+        envs = RacerVectorEnv(num_envs, tracks, None, bridge_url, start)
     try:
-        results = sorted(
-            (_measure(envs, steps, warmup, num_envs, driver) for _ in range(repeats)), key=lambda r: r["steps_per_sec"]
-        )
+        results = [_measure(envs, steps, warmup, num_envs, driver) for _ in range(repeats)]
     finally:
         envs.close()
-    result = results[(len(results) - 1) // 2]
-    _, spread = median_and_spread([r["steps_per_sec"] for r in results])
-    result |= {"spread": spread, "num_envs": num_envs, "steps": steps}
-    return {**result, "target": target, "passed": bool(result["steps_per_sec"] >= target)}
+    row = median_row(results, "steps_per_sec") | {"num_envs": num_envs, "steps": steps, "target": target}
+    return {**row, "passed": bool(row["steps_per_sec"] >= target)}
 
 
 def _measure(envs, steps: int, warmup: int, num_envs: int, driver) -> dict:
@@ -165,39 +214,34 @@ def _measure(envs, steps: int, warmup: int, num_envs: int, driver) -> dict:
         observations, *_ = envs.step(actions)
         if i >= 0:
             latency_s[i] = time.perf_counter() - begun
-    p50, p95, p99 = np.percentile(latency_s, [50, 95, 99]) * 1e3
-    return {
-        "steps_per_sec": float(num_envs * steps / latency_s.sum()),
-        "mean_ms": float(latency_s.mean() * 1e3),
-        "p50_ms": float(p50),
-        "p95_ms": float(p95),
-        "p99_ms": float(p99),
-    }
+    times = {f"p{p}_ms": float(np.percentile(latency_s, p) * 1e3) for p in (50, 95, 99)}
+    return {"steps_per_sec": float(num_envs / latency_s.mean()), "mean_ms": float(latency_s.mean() * 1e3), **times}
 
 
-def bench_embedded(args: Args, target: float) -> list[dict]:
-    """RacerSim and RacerVectorEnv at every number of cars; then on three tracks at once, and with the cars in the walls."""
+def bench_environment(args: Args, target: float) -> list[dict]:
+    """The engine and RacerVectorEnv at every number of cars, on three tracks, in the walls; or the real game."""
+    track = args.track_id or ("track-01",)
+    cases = [(f"{n:,}", n, track, drive) for n in CAR_COUNTS]
+    cases += [("1,024 on 3 tracks", 1_024, tuple(TRACKS), drive), ("1,024 in the walls", 1_024, track, lean)]
+    if args.bridge_url:
+        cases = [(f"{n:,}", n, track, drive) for n in sorted({1, args.num_envs})]
+    columns = "".join(f"{name:>10}" for name in ("spread", "mean ms", "p50 ms", "p95 ms", "p99 ms", "x bridge"))
+    print("\nenvironment: one process, one thread")
+    print(f"{'connections' if args.bridge_url else 'cars':<19}{'steps/s':>11}{columns}{'as vector env':>15}")
     rows = []
-    cases = [(f"{n:,}", n, args.track_id, drive) for n in CAR_COUNTS]
-    cases += [("1,024 on 3 tracks", 1_024, ALL_TRACKS, drive), ("1,024 in the walls", 1_024, args.track_id, lean)]
-    for label, num_envs, track, driver in cases:
+    for label, num_envs, tracks, driver in cases:
         common = {"steps": args.steps, "warmup": args.warmup, "repeats": args.repeats, "target": target}
-        common |= {"num_envs": num_envs, "track_id": track, "driver": driver}
-        row = run_benchmark(**common, engine_only=True)
-        row |= {"label": label, "env_steps_per_sec": run_benchmark(**common)["steps_per_sec"]}
-        rows.append(row)
-        print_row(row)
-    return rows
-
-
-def bench_bridge(args: Args, target: float) -> list[dict]:
-    """The real game with one connection, and with several."""
-    rows = []
-    for num_envs in sorted({1, args.num_envs}):
-        common = {"steps": args.steps, "warmup": args.warmup, "repeats": args.repeats, "target": target}
-        row = run_benchmark(**common, num_envs=num_envs, track_id=args.track_id, bridge_url=list(args.bridge_url))
-        rows.append(row | {"label": f"{num_envs:,}"})
-        print_row(rows[-1])
+        common |= {"num_envs": num_envs, "track_id": tracks, "driver": driver}
+        if args.bridge_url:
+            row = run_benchmark(**common, bridge_url=list(args.bridge_url))
+        else:
+            row = run_benchmark(**common, engine_only=True)
+            row["env_steps_per_sec"] = run_benchmark(**common)["steps_per_sec"]
+        rows.append({"label": label, **row})
+        times = "".join(f"{row[key]:>10.3f}" for key in ("mean_ms", "p50_ms", "p95_ms", "p99_ms"))
+        ratio = row["steps_per_sec"] / PUBLISHED_BRIDGE_STEPS_PER_SEC
+        as_envs = row.get("env_steps_per_sec", row["steps_per_sec"])
+        print(f"{label:<19}{row['steps_per_sec']:>11,.0f}{row['spread']:>10.1%}{times}{ratio:>9,.1f}x{as_envs:>15,.0f}")
     return rows
 
 
@@ -206,62 +250,55 @@ def bench_bridge(args: Args, target: float) -> list[dict]:
 
 def bench_learning(args: Args) -> list[dict]:
     """Updates/s: optimiser steps of all networks, on samples that are there already."""
+    learners = {"ppo_racer.py": ppo_learner, "sac_racer.py": sac_learner}
+    if args.compare:
+        learners |= {"Stable-Baselines3 PPO": sb3_ppo_learner, "Stable-Baselines3 SAC": sb3_sac_learner}
     rows = []
-    for name in ALGORITHMS:
-        learner = {"ppo": ppo_learner, "sac": sac_learner}[name]()
-        rows.append(measure_learning(args, f"{name}_racer.py", *learner))
-        if args.compare:
-            use_all_cores()
-            learner = {"ppo": sb3_ppo_learner, "sac": sb3_sac_learner}[name]()
-            rows.append(measure_learning(args, f"Stable-Baselines3 {name.upper()}", *learner))
+    print(f"\n{'learning':<24}{'updates/s':>11} {'spread':>7} {'samples/s':>14}")
+    for label, make in learners.items():
+        torch.set_num_threads(os.cpu_count() if "Stable" in label else 1)  # as torch does by itself, and as we do
+        learn, updates, samples = make()
+        learn()
+        rates = []
+        for _ in range(args.repeats):
+            count, begun = 0, time.perf_counter()
+            while not count or time.perf_counter() - begun < LEARNING_S:
+                learn()
+                count += 1
+            rates.append({"rate": count / (time.perf_counter() - begun)})
+        row = {"label": label, **median_row(rates, "rate")}
+        rows.append(row | {"updates_per_sec": row["rate"] * updates, "samples_per_sec": row["rate"] * samples})
+        row = rows[-1]
+        print(
+            f"{label:<24}{row['updates_per_sec']:>11,.0f} {row['spread']:>7.1%} {row['samples_per_sec']:>14,.0f}",
+            flush=True,
+        )
     return rows
 
 
-def measure_learning(args: Args, label: str, learn, updates: int, samples: int) -> dict:
-    """learn() makes so many updates on so many samples."""
-    learn()
-    rates = []
-    for _ in range(args.repeats):
-        count, begun = 0, time.perf_counter()
-        while not count or time.perf_counter() - begun < LEARNING_S:
-            learn()
-            count += 1
-        rates.append(count / (time.perf_counter() - begun))
-    rate, spread = median_and_spread(rates)
-    row = {"label": label, "updates_per_sec": rate * updates, "samples_per_sec": rate * samples, "spread": spread}
-    print(f"{label:<24}{row['updates_per_sec']:>11,.0f} {spread:>7.1%} {row['samples_per_sec']:>14,.0f}", flush=True)
-    return row
-
-
 def ppo_learner():
-    """PPO's update on a rollout, at the default settings."""
-    import torch
-
+    """PPO's update on a rollout, at the default settings. -> the function, its updates, its samples"""
     import ppo_racer as trainer
 
     args, generator = trainer.Args(), torch.Generator().manual_seed(0)
-    torch.set_num_threads(1)
     agent, count = trainer.make_agent(args), args.steps_per_iteration
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
     shapes = {"normalized_obs": (14,), "actions": (3,), "advantages": (), "returns": ()}
     batch = {name: torch.randn(count, *shape, generator=generator) for name, shape in shapes.items()}
     batch["logprobs"] = torch.full((count,), -3.0)
     samples = args.update_epochs * count
-    return (
-        lambda: trainer.update(agent, optimizer, batch, args.ent_coef, args, generator),
-        samples // args.minibatch_size,
-        samples,
-    )
+
+    def learn():
+        trainer.update(agent, optimizer, batch, args.ent_coef, args, generator)
+
+    return learn, samples // args.minibatch_size, samples
 
 
 def sac_learner():
     """SAC's update after a choice of all cars, at the default settings: the critics' steps are counted."""
-    import torch
-
     import sac_racer as trainer
 
     args, generator = trainer.Args(), torch.Generator().manual_seed(0)
-    torch.set_num_threads(1)
     agent, count = trainer.make_agent(args), args.updates * args.batch_size
     optimizers = trainer.make_optimizers(agent, args.learning_rate)
     shapes = {"obs": (14,), "next_obs": (14,), "actions": (3,), "rewards": (), "discounts": ()}
@@ -277,19 +314,24 @@ import time; begun = time.perf_counter()
 import json, {name}_racer as trainer
 before = time.perf_counter() - begun
 result = trainer.train(trainer.Args(seed={seed}, run_dir=trainer.Path({folder!r}){more}))
-json.dump({{**result, "before": before, "best": result["best"]["episodes"]}}, open({path!r}, "w"))
+json.dump({{**result, "before": before, "best": result["best"]["results"]}}, open({path!r}, "w"))
 """
 
 
 def bench_training(args: Args) -> list[dict]:
     """Each algorithm's default command, from the start of its process to the end."""
     rows = []
+    mark = f"< {PUBLISHED_LAP_TICKS['track-01'] / TICKS_PER_SECOND:.3f} s"
+    columns = f"{'steps':>10} {'seconds':>10} {'steps/s':>11} {'spread':>7} {'in the loop':>12} {mark:>11}"
+    print(f"\n{'training on track-01':<24}{columns} {'best lap':>10}")
     for name in ALGORITHMS:
-        row = median_run(f"{name}_racer.py", [run_training(name, seed, args) for seed in range(1, args.runs + 1)])
-        print_training(row)
-        rows.append(row)
+        results = [run_training(name, seed, args) for seed in range(1, args.runs + 1)]
+        rows.append({"label": f"{name}_racer.py", "runs": len(results), **median_row(results, "steps_per_sec")})
+        laps = [result["seconds_to_lap"] for result in results]
+        rows[-1]["seconds_to_lap"] = None if None in laps else statistics.median(laps)
+        print_training(rows[-1])
         if args.compare:
-            use_all_cores()
+            torch.set_num_threads(os.cpu_count() or 1)
             rows.append(sb3_training(name, args))
             print_training(rows[-1])
     return rows
@@ -319,17 +361,6 @@ def run_training(name: str, seed: int, args: Args) -> dict:
     }
 
 
-def median_run(label: str, results: list[dict]) -> dict:
-    """The run of median speed, with the medians and spreads of all that varies."""
-    ordered = sorted(results, key=lambda result: result["steps_per_sec"])
-    row = {**ordered[(len(ordered) - 1) // 2], "label": label, "runs": len(results)}
-    row["spread"] = median_and_spread([result["steps_per_sec"] for result in results])[1]
-    laps = [result["seconds_to_lap"] for result in results]
-    row["all_seconds_to_lap"] = laps
-    row["seconds_to_lap"] = None if None in laps else median_and_spread(laps)[0]
-    return row
-
-
 def print_training(row: dict) -> None:
     lap = "none" if row["seconds_to_lap"] is None else f"{row['seconds_to_lap']:.1f} s"
     best = "none" if row["flying_lap_sec"] is None else f"{row['flying_lap_sec']:.3f} s"
@@ -343,13 +374,6 @@ def print_training(row: dict) -> None:
 
 
 # -- Stable-Baselines3, for comparison -------------------------------------------------------------------------------------
-
-
-def use_all_cores() -> None:
-    """As torch does by itself; our own learners have set it to what they use."""
-    import torch
-
-    torch.set_num_threads(os.cpu_count() or 1)
 
 
 def sb3_cars(num_envs: int):
@@ -371,10 +395,8 @@ def sb3_cars(num_envs: int):
             observations, rewards, terminated, truncated, infos = self.envs.step(self.actions)
             each = [{} for _ in range(num_envs)]
             for i in np.flatnonzero(terminated | truncated):
-                each[i] = {
-                    "terminal_observation": infos["final_obs"][i],
-                    "TimeLimit.truncated": bool(not terminated[i]),
-                }
+                cut = bool(not terminated[i])
+                each[i] = {"terminal_observation": infos["final_obs"][i], "TimeLimit.truncated": cut}
             return observations, rewards.astype(np.float32), terminated | truncated, each
 
         def close(self):
@@ -383,11 +405,7 @@ def sb3_cars(num_envs: int):
         def get_attr(self, name, indices=None):
             return [None] * num_envs
 
-        def set_attr(self, name, value, indices=None):
-            pass
-
-        def env_method(self, name, *arguments, indices=None, **named):
-            return [None] * num_envs
+        set_attr = env_method = get_attr
 
         def env_is_wrapped(self, wrapper, indices=None):
             return [False] * num_envs
@@ -419,11 +437,8 @@ def sb3_sac_learner():
     model = SAC("MlpPolicy", sb3_cars(args.num_envs), batch_size=args.batch_size, learning_starts=1_000,
                 policy_kwargs={"net_arch": [args.hidden, args.hidden]}, device="cpu")  # fmt: skip
     model.learn(3_000)
-    return (
-        lambda: model.train(gradient_steps=args.updates, batch_size=args.batch_size),
-        args.updates,
-        args.updates * args.batch_size,
-    )
+    learn = {"gradient_steps": args.updates, "batch_size": args.batch_size}
+    return lambda: model.train(**learn), args.updates, args.updates * args.batch_size
 
 
 def sb3_training(name: str, args: Args) -> dict:
@@ -433,45 +448,46 @@ def sb3_training(name: str, args: Args) -> dict:
 
     cars, judge = sb3_cars(8 if name == "ppo" else 1), RacerVectorEnv(1)
     model = getattr(stable_baselines3, name.upper())("MlpPolicy", cars, seed=1, device="cpu")
-    every, mark = 20_000 if name == "ppo" else 5_000, PUBLISHED_LAP_TICKS["track-01"]
-    reached: dict = {"lap": None, "judging": 0.0}
+    every, mark = 20_000 if name == "ppo" else 5_000, PUBLISHED_LAP_TICKS["track-01"] / TICKS_PER_SECOND
+    reached: dict = {"seconds_to_lap": None, "flying_lap_sec": None}
+    judging = 0.0  # its evaluations are ours, so they are not counted
 
-    def drive(obs):
+    def predict(obs):
         return model.predict(cars.normalize_obs(obs), deterministic=True)[0]
 
     class Until(BaseCallback):
         def _on_step(self) -> bool:
-            seconds = time.perf_counter() - begun - reached["judging"]
+            nonlocal judging
+            seconds = time.perf_counter() - begun - judging
             if self.num_timesteps % every < self.training_env.num_envs:
-                judging = time.perf_counter()
-                (episode,) = evaluate(drive, judge, ["track-01"])
-                reached["judging"] += time.perf_counter() - judging
-                if min(episode.flying_laps, default=mark) < mark:
-                    reached["lap"], reached["best"] = seconds, min(episode.flying_laps) / 60
-            return reached["lap"] is None and seconds < args.compare_seconds
+                result = summarize(evaluate(predict, judge, ["track-01"]), judge.config)
+                judging = time.perf_counter() - begun - seconds
+                if (result["flying_lap_sec"] or mark) < mark:
+                    reached.update(seconds_to_lap=seconds, flying_lap_sec=result["flying_lap_sec"])
+            return reached["seconds_to_lap"] is None and seconds < args.compare_seconds
 
     begun = time.perf_counter()
     model.learn(10**9, callback=Until())
-    seconds = time.perf_counter() - begun - reached["judging"]  # its evaluations are ours, so they are not counted
-    rate = model.num_timesteps / seconds
-    row = {"label": f"Stable-Baselines3 {name.upper()}", "runs": 1, "spread": 0.0, "clock": {}}
-    row |= {"steps": model.num_timesteps, "seconds": seconds, "steps_per_sec": rate, "loop_steps_per_sec": rate}
-    steps_to_lap = model.num_timesteps if reached["lap"] else None
-    return {
-        **row,
-        "seconds_to_lap": reached["lap"],
-        "steps_to_lap": steps_to_lap,
-        "flying_lap_sec": reached.get("best"),
+    seconds = time.perf_counter() - begun - judging
+    row = {
+        "label": f"Stable-Baselines3 {name.upper()}",
+        "runs": 1,
+        "spread": 0.0,
+        "steps": model.num_timesteps,
+        **reached,
     }
+    rate = model.num_timesteps / seconds
+    return {**row, "seconds": seconds, "steps_per_sec": rate, "loop_steps_per_sec": rate}
 
 
 # -- reporting -------------------------------------------------------------------------------------------------------------
 
 
-def median_and_spread(values) -> tuple[float, float]:
-    """The median, and (largest - smallest) / median."""
-    middle = statistics.median(values)
-    return middle, (max(values) - min(values)) / middle
+def median_row(rows: list[dict], key: str) -> dict:
+    """The row of the median repeat, and the spread of all: (largest - smallest) / median."""
+    ordered = sorted(rows, key=lambda row: row[key])
+    middle = ordered[(len(rows) - 1) // 2]
+    return {**middle, "spread": (ordered[-1][key] - ordered[0][key]) / middle[key]}
 
 
 def machine() -> dict:
@@ -484,67 +500,33 @@ def machine() -> dict:
     return {"cpu": name, "cores": os.cpu_count(), "system": f"{platform.system()} {platform.release()}", **versions}
 
 
-def print_machine(facts: dict) -> None:
-    print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']}")
-    print(f"Python {facts['python']}, NumPy {facts['numpy']}, Gymnasium {facts['gymnasium']}, PyTorch {facts['torch']}")
-
-
-def print_environment_header(embedded: bool) -> None:
-    print("\nenvironment: one process, one thread")
-    columns = f"{'steps/s':>11} {'spread':>7} {'mean ms':>9} {'p50 ms':>9} {'p95 ms':>9} {'p99 ms':>9} {'x bridge':>9}"
-    print(f"{'cars' if embedded else 'connections':<19}{columns}" + (f" {'as vector env':>14}" if embedded else ""))
-
-
-def print_row(row: dict) -> None:
-    times = " ".join(f"{row[key]:>9.3f}" for key in ("mean_ms", "p50_ms", "p95_ms", "p99_ms"))
-    ratio = row["steps_per_sec"] / PUBLISHED_BRIDGE_STEPS_PER_SEC
-    env = f" {row['env_steps_per_sec']:>14,.0f}" if "env_steps_per_sec" in row else ""
-    print(
-        f"{row['label']:<19}{row['steps_per_sec']:>11,.0f} {row['spread']:>7.1%} {times} {ratio:>8,.1f}x{env}",
-        flush=True,
-    )
-
-
 def main(args: Args) -> int:
     target = args.target if args.target is not None else (BRIDGE_TARGET if args.bridge_url else EMBEDDED_TARGET)
-    if args.json:  # rather now than after the measuring
-        try:
-            args.json.touch()
-        except OSError as error:
-            print(f"bench_racer: --json {args.json} cannot be written: {error.strerror}", file=sys.stderr)
-            return 2
     found: dict = {"machine": machine(), "target": target, "passed": True}
-    print_machine(found["machine"])
     try:
+        if args.json:
+            args.json.touch()  # rather now than after the measuring
+        print(", ".join(f"{name} {value}" for name, value in found["machine"].items()))
         if args.bridge_url or "environment" in args.only:
-            print_environment_header(embedded=not args.bridge_url)
-            found["rows"] = bench_bridge(args, target) if args.bridge_url else bench_embedded(args, target)
+            found["rows"] = bench_environment(args, target)
             best = max(row["steps_per_sec"] for row in found["rows"])
             found["passed"] = best >= target
             print(f"x bridge: against the bridge's published {PUBLISHED_BRIDGE_STEPS_PER_SEC:,} steps/s")
-            print(
-                f"fastest row {best:,.0f} steps/s, target {target:,.0f}: {'reached' if found['passed'] else 'MISSED'}"
-            )
-        if not args.bridge_url and "learning" in args.only:
-            print(f"\nlearning{'':<16}{'updates/s':>11} {'spread':>7} {'samples/s':>14}")
-            found["learning"] = bench_learning(args)
-        if not args.bridge_url and "training" in args.only:
-            columns = (
-                f"{'steps':>10} {'seconds':>10} {'steps/s':>11} {'spread':>7} {'in the loop':>12} {'< ' + LAP_MARK:>11}"
-            )
-            print(f"\ntraining on track-01{'':<4}{columns} {'best lap':>10}")
-            found["training"] = bench_training(args)
-    except (BridgeError, RuntimeError) as error:
+            print(f"fastest row {best:,.0f}, target {target:,.0f}: {'reached' if found['passed'] else 'MISSED'}")
+        if not args.bridge_url:
+            tables = {"learning": bench_learning, "training": bench_training, "drivers": bench_drivers}
+            found |= {name: measure(args) for name, measure in tables.items() if name in args.only}
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=2))
+    except (BridgeError, RuntimeError, ValueError, OSError) as error:  # ValueError: an unknown track, say
         print(f"bench_racer: {error}", file=sys.stderr)
         return 2
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2))
     return 0 if found["passed"] else 1
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)))
-    except ValueError as error:  # an unknown track, say
+    except ValueError as error:  # a bad flag
         print(f"bench_racer: {error}", file=sys.stderr)
         sys.exit(2)

@@ -6,7 +6,7 @@ logger.dump(step=16_384)                     # -> TensorBoard and runs/mine/metr
 
 1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
 2  RaceStats        laps, episodes and reward parts of the cars that train
-3  lap evaluation   what a driver does without noise: laps, lap times, their share of the best lap known
+3  lap evaluation   what a driver does without noise: laps, how clean and how near to the best known, rewards
 4  the terminal     where the time goes, how far a run is
 5  processes        one run in several processes: gather values, average gradients
 6  files            a checkpoint, a run folder
@@ -16,6 +16,7 @@ logger.dump(step=16_384)                     # -> TensorBoard and runs/mine/metr
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import csv
 import dataclasses
@@ -39,7 +40,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -48,17 +49,29 @@ import torch.distributed as dist
 import tyro
 
 from racer_env import ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, BridgeError, RacerVectorEnv
-from racer_sim import REWARD_PARTS, TICKS_PER_SECOND, TRACKS
+from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND, TRACKS
 
-# The best flying laps known, in ticks: under the default rewards, which keep a car on the road, and with the shoulders
-# allowed. Found by long training and direct search; the inputs that drive them are in tests/golden/best-laps.
+# The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
+# and direct search; the inputs that drive them are in tests/golden/best-laps.
 BEST_LAP_TICKS = {
-    "road": {"track-01": 385, "track-02": 946, "track-03": 1012},
+    "clean": {"track-01": 385, "track-02": 946, "track-03": 1012},
     "any": {"track-01": 326, "track-02": 892, "track-03": 904},
 }
+# The best rewards known for an episode from the grid with the default config, found and recorded in the same way.
+BEST_REWARD = {"track-01": 7.5, "track-02": 3.05, "track-03": 2.82}
 PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver that the game's authors published
+EVAL_TAGS = {  # in TensorBoard and metrics.csv: what summarize() calls it
+    "mean_reward": "mean_reward",
+    "mean_ep_length": "mean_length",
+    "completion_rate": "completion_rate",
+    "off_road_share": "off_road_share",
+    "mean_lap_time_sec": "mean_lap_sec",
+    "best_lap_time_sec": "best_lap_sec",
+    "best_clean_lap_time_sec": "best_clean_lap_sec",
+    "percent_of_best_lap": "percent_of_best",
+    "percent_of_best_reward": "percent_of_best_reward",
+}
 EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean look back this many episodes
-FEW_CARS = 16  # up to here the defaults are those for a slow game
 CHECKPOINT_FORMAT = 3
 MAY_CHANGE = (  # when a run is resumed
     *("total_timesteps", "run_dir", "run_name", "bridge_url", "bridge_retries"),
@@ -90,31 +103,30 @@ class MetricsLogger:
         rows = read_csv(self.csv_path) if resume_step is not None else []
         self._rows = [row for row in rows if int(float(row["step"])) <= resume_step]
         self._columns = list(self._rows[0]) if self._rows else []
-        self._csv_works = True
-        self._try_csv(self._write_rows)
-        self._writer = self._open_tensorboard(resume_step) if tensorboard else None
+        self._writer, self._failed = None, set()
+        self._try("metrics.csv", self._write_rows)
+        if tensorboard:
+            self._try("TensorBoard", lambda: self._open_tensorboard(resume_step))
 
-    def _open_tensorboard(self, resume_step: int | None):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
+    def _try(self, target: str, write: Callable) -> None:
+        """Write, unless it has failed before: no package, no room on the disk, a folder that has gone."""
+        if target not in self._failed:
+            try:
+                write()
+            except Exception as error:
+                self._failed.add(target)
+                warnings.warn(f"{self.folder}: {target} cannot be written ({error}); the run goes on", stacklevel=4)
 
-            if threading.excepthook.__module__ != __name__:
-                threading.excepthook = _without_tensorboard(threading.excepthook)
-            return SummaryWriter(str(self.folder), purge_step=None if resume_step is None else resume_step + 1)
-        except Exception as error:  # not installed, broken, or a folder that cannot be written
-            self._give_up_tensorboard(error)
-            return None
+    def _open_tensorboard(self, resume_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    def _give_up_tensorboard(self, error: Exception) -> None:
-        self._writer = None
-        warnings.warn(f"no TensorBoard from here on ({error!r}); training goes on, {self.csv_path} too", stacklevel=3)
+        if threading.excepthook.__module__ != __name__:
+            threading.excepthook = _without_tensorboard(threading.excepthook)
+        self._writer = SummaryWriter(str(self.folder), purge_step=None if resume_step is None else resume_step + 1)
 
     def _to_tensorboard(self, write: Callable) -> None:
         if self._writer is not None:
-            try:
-                write(self._writer)
-            except Exception as error:  # the disk is full, say
-                self._give_up_tensorboard(error)
+            self._try("TensorBoard", lambda: write(self._writer))
 
     def record(self, key: str, value: float) -> None:
         """The last value recorded before a dump is the one that counts."""
@@ -147,20 +159,12 @@ class MetricsLogger:
             self._rows.append({"step": step, **values})
             new = [key for key in self._rows[-1] if key not in self._columns]
             self._columns += new
-            self._try_csv(self._write_rows if new else self._append_row)
+            self._try("metrics.csv", self._write_rows if new else self._append_row)
         return values
 
     def close(self) -> None:
         self._to_tensorboard(lambda writer: writer.close())
         self._writer = None
-
-    def _try_csv(self, write: Callable) -> None:
-        if self._csv_works:
-            try:
-                write()
-            except OSError as error:
-                self._csv_works = False
-                warnings.warn(f"{self.csv_path} cannot be written ({error}); training goes on without it", stacklevel=4)
 
     def _append_row(self) -> None:
         with self.csv_path.open("a", newline="", encoding="utf-8") as file:
@@ -195,56 +199,69 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 # ======================================================================================================================
 
 
-class RaceStats:
+class LapTimer:
+    """Laps of N cars from line to line, from the infos of a vector environment: begin(infos) after a reset, then cross(infos).
+
+    The game counts a lap only if it began on the line. With start="anywhere" the first crossing starts the clock.
+    """
+
+    def begin(self, infos: dict) -> None:
+        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
+        self.lap_began = np.zeros(len(self.lap), np.int64)  # step counts
+
+    def cross(self, infos: dict) -> tuple[np.ndarray, np.ndarray]:
+        """-> the cars that have finished a lap in this tick, and the ticks it took them"""
+        now, ended = final_infos(infos), infos.get("_final_info")
+        crossed = (now["checkpoint"] == 0) & (self.checkpoint != 0)
+        cars = np.flatnonzero(crossed & (now["lap"] > self.lap))
+        ticks = now["stepCount"][cars] - self.lap_began[cars]
+        self.lap_began = np.where(crossed, now["stepCount"], self.lap_began)
+        if ended is not None:
+            self.lap_began[ended] = 0
+        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
+        return cars, ticks
+
+
+def final_infos(infos: dict, names=("lap", "checkpoint", "stepCount")) -> dict:
+    """Some infos of a tick. Where an episode ended, `infos` already speaks of the next one."""
+    ended = infos.get("_final_info")
+    return {n: infos[n] if ended is None else np.where(ended, infos["final_info"][n], infos.get(n, 0)) for n in names}
+
+
+class RaceStats(LapTimer):
     """Laps, episodes and reward parts of N cars, from the infos of a vector environment with same-step autoreset.
 
     begin(infos) after a reset, step(infos) after every step; take() after a rollout gives what has happened, log() writes it.
 
-    Only laps from line to line are timed; with start="anywhere" the first crossing starts the clock. An episode that was cut
-    (`stagger`, or a fault of the bridge) is extrapolated to full length at its reward per tick, so that early means are not
-    biased to short episodes. For the completion rate it counts if it had half an episode's time for a lap.
+    An episode that was cut (`stagger`, or a fault of the bridge) is extrapolated to full length at its reward per tick, so that
+    early means are not biased to short episodes. For the completion rate it counts if it had half an episode's time for a lap.
     """
 
     ARRAYS = ("lap", "checkpoint", "lap_began", "lapped")
 
-    def __init__(self, num_cars: int, max_steps: int, starts_on_line: bool = True):
+    def __init__(self, num_cars: int, max_steps: int):
         self.num_cars, self.max_steps = num_cars, max_steps
-        self.first_lap_began = 0 if starts_on_line else -1  # step count; -1: not on the line
-        self.lap, self.checkpoint = np.ones(num_cars, np.int64), np.zeros(num_cars, np.int64)
-        self.lap_began, self.lapped = np.full(num_cars, self.first_lap_began, np.int64), np.zeros(num_cars, bool)
         self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, length it stands for)
         self.best_lap_sec = math.inf
+        self.begin({"lap": np.ones(num_cars, np.int64), "checkpoint": np.zeros(num_cars, np.int64)})
         self.take()
 
     def begin(self, infos: dict) -> None:
-        """All cars begin an episode."""
-        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
-        self.lap_began[:], self.lapped[:] = self.first_lap_began, False
+        super().begin(infos)
+        self.lapped = np.zeros(self.num_cars, bool)
 
     def step(self, infos: dict) -> None:
-        ended = infos.get("_final_info")
         self.rollout["steps"] += self.num_cars
-        for part in REWARD_PARTS:
-            if part in infos:
-                self.rollout["parts"][part] += float(infos[part].sum())
-            if ended is not None:
-                self.rollout["parts"][part] += float(infos["final_info"][part].sum())
-        now = final_infos(infos)
-        crossed = np.flatnonzero((now["checkpoint"] == 0) & (self.checkpoint != 0))
-        if len(crossed):
-            self._cross_line(crossed, now["lap"], now["stepCount"])
-        if ended is not None:
-            self._end_episodes(np.flatnonzero(ended), infos)
-        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
+        for part, values in final_infos(infos, REWARD_PARTS).items():
+            self.rollout["parts"][part] += float(values.sum())
+        cars, ticks = self.cross(infos)
+        if len(cars):
+            self.rollout["lap_times_sec"] += (ticks / TICKS_PER_SECOND).tolist()
+            self.lapped[cars] = True
+        if "episode" in infos:
+            self._end_episodes(np.flatnonzero(infos["_final_info"]), infos["episode"])
 
-    def _cross_line(self, cars, lap, count) -> None:
-        whole = cars[(lap[cars] > self.lap[cars]) & (self.lap_began[cars] >= 0)]
-        self.rollout["lap_times_sec"] += ((count[whole] - self.lap_began[whole]) / TICKS_PER_SECOND).tolist()
-        self.lapped[whole] = True
-        self.lap_began[cars] = count[cars]
-
-    def _end_episodes(self, cars, infos) -> None:
-        episode = infos["episode"]
+    def _end_episodes(self, cars, episode: dict) -> None:
         cut = episode.get("cut", np.zeros(self.num_cars, bool))
         for i in cars:
             ticks = int(episode["l"][i])
@@ -253,7 +270,7 @@ class RaceStats:
             if not cut[i] or ticks >= self.max_steps / 2:  # by its length, whatever happened in it
                 self.rollout["counted"] += 1
                 self.rollout["completed"] += int(self.lapped[i])
-        self.lapped[cars], self.lap_began[cars] = False, self.first_lap_began
+        self.lapped[cars] = False
 
     def take(self) -> dict:
         """What has happened since the last time."""
@@ -271,7 +288,7 @@ class RaceStats:
         if laps:
             self.best_lap_sec = min(self.best_lap_sec, *laps)
             logger.record("racer/mean_lap_time_sec", float(np.mean(laps)))
-            logger.record("racer/best_lap_time_sec", min(laps))
+            logger.record("racer/best_noisy_lap_time_sec", min(laps))
         if counted:
             logger.record("racer/completion_rate", completed / counted)
         if episodes:
@@ -288,17 +305,12 @@ class RaceStats:
         episodes = np.array(self.episodes, dtype=np.float64).reshape(-1, 3)
         return {**arrays, "episodes": episodes, "best_lap_sec": self.best_lap_sec}
 
-    def set_state(self, state: dict[str, np.ndarray]) -> None:
+    def set_state(self, state: dict) -> None:
         for name in self.ARRAYS:
             setattr(self, name, np.array(state[name]))
-        self.episodes = deque((tuple(row) for row in state["episodes"].tolist()), maxlen=EPISODE_WINDOW)
+        self.episodes.clear()
+        self.episodes.extend(tuple(row) for row in state["episodes"].tolist())
         self.best_lap_sec = state["best_lap_sec"]
-
-
-def final_infos(infos: dict) -> dict:
-    """lap, checkpoint and step count after a tick. Where an episode ended, infos already speak of the next one."""
-    names, ended = ("lap", "checkpoint", "stepCount"), infos.get("_final_info")
-    return {n: infos[n] if ended is None else np.where(ended, infos["final_info"][n], infos[n]) for n in names}
 
 
 # ======================================================================================================================
@@ -306,146 +318,159 @@ def final_infos(infos: dict) -> dict:
 # ======================================================================================================================
 
 
+class Lap(NamedTuple):
+    ticks: int
+    end: int  # the step count at the line
+    off_road: int  # ticks; a clean lap has none
+    flying: bool  # not from the standing start
+
+
 @dataclasses.dataclass
 class Episode:
-    """One evaluation episode of one car."""
+    """One evaluation episode of one car, tick by tick."""
 
     track: str
-    reward: float = 0.0
-    length: int = 0
+    rewards: list[float] = dataclasses.field(default_factory=list)
+    off_road: list[bool] = dataclasses.field(default_factory=list)
+    laps: list[Lap] = dataclasses.field(default_factory=list)
     terminated: bool = False
-    lap_ticks: list[int] = dataclasses.field(default_factory=list)
-    lap_ends: list[int] = dataclasses.field(default_factory=list)  # step counts
-    from_line: bool = True
-    best_known: int | None = None  # the best flying lap there is, in ticks
-    places: np.ndarray | None = dataclasses.field(default=None, compare=False)  # (length + 1, 4), with a render_mode
+    places: np.ndarray | None = dataclasses.field(default=None, compare=False)  # (ticks + 1, 4), with a render_mode
+
+    def finish_lap(self, ticks: int, flying: bool) -> None:
+        self.laps.append(Lap(ticks, len(self.rewards), sum(self.off_road[-ticks:]), flying))
 
     @property
-    def first_lap(self) -> int | None:
-        """The lap from the standing start, in ticks."""
-        return self.lap_ticks[0] if self.from_line and self.lap_ticks else None
+    def repeats(self) -> bool:
+        """Whether the last two laps are alike to the tick. Where inside of a tick a car crosses the line adds one or two."""
+        a, b = self.laps[-2:] if len(self.laps) > 2 else (Lap(0, 0, 0, False), Lap(9, 0, 0, False))
+        return a.flying and abs(a.ticks - b.ticks) <= 1 and abs(a.off_road - b.off_road) <= 2
 
-    @property
-    def flying_laps(self) -> list[int]:
-        return self.lap_ticks[1:] if self.from_line else self.lap_ticks
+    def repeat(self, length: int) -> None:
+        """Fill the episode with its last lap."""
+        ticks, missing = self.laps[-1].ticks, length - len(self.rewards)
+        rewards, off_road = np.resize(self.rewards[-ticks:], missing), np.resize(self.off_road[-ticks:], missing)
+        for i in range(missing):
+            self.rewards.append(float(rewards[i]))
+            self.off_road.append(bool(off_road[i]))
+            if (i + 1) % ticks == 0:
+                self.finish_lap(ticks, flying=True)
 
 
 def evaluate(
-    drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, failures: int = 0
+    drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, whole: bool = True, failures: int = 0
 ) -> list[Episode]:
     """One episode of every car. drive: observations (N, 14) -> inputs (N, 3)
 
+    Unless `whole`, a car that drives the same flying lap twice is not driven any farther: the track and the driver are
+    deterministic, so the rest of its episode is filled with that lap.
     A bridge that fails and comes back restarts the evaluation, as often as it may be connected to again.
     """
     obs, infos = envs.reset(seed=seed)
-    faults, on_line = envs.bridge_faults, envs.starts_on_line
-    names = [tracks[i % len(tracks)] for i in range(envs.num_envs)]
-    episodes = [Episode(t, from_line=on_line, best_known=best_lap_ticks(t, envs.config)) for t in names]
-    running, lap_began = np.ones(envs.num_envs, bool), np.full(envs.num_envs, 0 if on_line else -1)
-    lap, checkpoint = infos["lap"], infos["checkpoint"]
+    faults, timer, limit = envs.bridge_faults, LapTimer(), envs.config["episode"]["maxSteps"]
+    timer.begin(infos)
+    episodes = [Episode(tracks[i % len(tracks)]) for i in range(envs.num_envs)]
+    running = np.ones(envs.num_envs, bool)
     while running.any():
         obs, rewards, terminated, truncated, infos = envs.step(drive(obs))
         if envs.bridge_faults > faults:
             if failures >= envs.retries:
                 raise BridgeError(f"the bridge failed in an evaluation, for the {failures + 1}. time in a row")
-            return evaluate(drive, envs, tracks, seed, failures + 1)
-        now = final_infos(infos)
-        for i in (running & (now["checkpoint"] == 0) & (checkpoint != 0)).nonzero()[0]:
-            if now["lap"][i] > lap[i] and lap_began[i] >= 0:
-                episodes[i].lap_ticks.append(int(now["stepCount"][i] - lap_began[i]))
-                episodes[i].lap_ends.append(int(now["stepCount"][i]))
-            lap_began[i] = now["stepCount"][i]
+            return evaluate(drive, envs, tracks, seed, whole, failures + 1)
+        ended = terminated | truncated
+        laps = dict(zip(*timer.cross(infos), strict=True))
         for i in running.nonzero()[0]:
-            episodes[i].reward += float(rewards[i])
-            episodes[i].length += 1
-        for i in (running & (terminated | truncated)).nonzero()[0]:
-            episodes[i].terminated = bool(terminated[i])
-            episodes[i].places = envs.last_episode(i) if envs.render_mode else None
-        lap, checkpoint = infos["lap"], infos["checkpoint"]
-        running &= ~(terminated | truncated)
+            episode = episodes[i]
+            episode.rewards.append(float(rewards[i]))
+            episode.off_road.append(bool(envs.off_road[i]))
+            if i in laps:
+                episode.finish_lap(int(laps[i]), flying=bool(episode.laps) or not envs.starts_on_line)
+            repeats = i in laps and not whole and episode.repeats
+            if ended[i] or repeats:
+                running[i], episode.terminated = False, bool(terminated[i])
+                episode.places = envs.places(i, last_episode=ended[i]) if envs.render_mode else None
+            if repeats and not ended[i]:
+                episode.repeat(limit)
     return episodes
 
 
 def score(episodes: list[Episode]) -> float:
     """What `best.pt` is the best of: the mean reward. Slow laps, grass, walls and standing still all cost some."""
-    return float(np.mean([episode.reward for episode in episodes]))
+    return float(np.mean([sum(episode.rewards) for episode in episodes]))
 
 
-def fastest_lap(episodes: list[Episode]) -> dict | None:
-    """The fastest lap of all episodes, with where its car was (ticks + 1, 4)."""
-    laps = [(t, end, e.track, e.places) for e in episodes for t, end in zip(e.lap_ticks, e.lap_ends, strict=True)]
-    if not laps:
+def fastest_lap(episode: Episode) -> dict | None:
+    """Where the car was in its fastest lap (ticks + 1, 4), for a picture."""
+    if not episode.laps or episode.places is None:
         return None
-    ticks, end, track, places = min(laps, key=lambda lap: lap[0])
-    return {"track_id": track, "places": None if places is None else places[end - ticks : end + 1]}
+    lap = min(episode.laps, key=lambda lap: lap.ticks)
+    return {"track_id": episode.track, "places": episode.places[lap.end - lap.ticks : lap.end + 1]}
 
 
-def eval_metrics(episodes: list[Episode]) -> dict[str, float]:
-    laps = [ticks / TICKS_PER_SECOND for episode in episodes for ticks in episode.lap_ticks]
-    metrics = {
-        "eval/mean_reward": score(episodes),
-        "eval/mean_ep_length": float(np.mean([episode.length for episode in episodes])),
-        "eval/completion_rate": float(np.mean([bool(episode.lap_ticks) for episode in episodes])),
+def summarize(episodes: list[Episode], config: dict) -> dict:
+    """Several episodes on one track, from one kind of start. Times in seconds; None for what there is none of.
+
+    `percent_of_best` compares the median flying lap with the best one known: clean laps with the best clean lap, unless
+    leaving the road costs nothing; then all laps with the best at any price. `percent_of_best_reward` compares rewards.
+    """
+    track, laps = episodes[0].track, [lap for episode in episodes for lap in episode.laps]
+    kind = "clean" if config["weights"]["offTrackPenalty"] < 0 else "any"
+    best_lap = BEST_LAP_TICKS[kind].get(track)
+    comparable = [lap.ticks for lap in laps if lap.flying and (kind == "any" or not lap.off_road)]
+    from_grid = not any(e.laps and e.laps[0].flying for e in episodes)
+    best_reward = BEST_REWARD.get(track) if config == DEFAULT_CONFIG and from_grid else None
+    seconds = {
+        "first": [lap.ticks / TICKS_PER_SECOND for lap in laps if not lap.flying],
+        "flying": [lap.ticks / TICKS_PER_SECOND for lap in laps if lap.flying],
+        "clean": [lap.ticks / TICKS_PER_SECOND for lap in laps if not lap.off_road],
     }
-    if laps:
-        metrics |= {"eval/mean_lap_time_sec": float(np.mean(laps)), "eval/best_lap_time_sec": min(laps)}
-    shares = [share for episode in episodes if (share := percent_of_best([episode])) is not None]
-    return metrics | ({"eval/percent_of_best_lap": float(np.mean(shares))} if shares else {})
-
-
-def best_lap_ticks(track: str, config: dict) -> int | None:
-    """The best flying lap known on a track of the game, of the kind that these rewards ask for."""
-    return BEST_LAP_TICKS["road" if config["weights"]["offTrackPenalty"] < 0 else "any"].get(track)
-
-
-def percent_of_best(episodes: list[Episode]) -> float | None:
-    """How fast the flying laps of some episodes on a track are (their median), measured by the best there is. Laps that beat the
-    best on the road have left the road, and are measured by the best at any price."""
-    flying = [ticks for episode in episodes for ticks in episode.flying_laps]
-    best = episodes[0].best_known
-    if not flying or not best:
-        return None
-    median = float(np.median(flying))
-    if median < best:
-        best = BEST_LAP_TICKS["any"].get(episodes[0].track, best)
-    return 100 * best / median
-
-
-def summarize(episodes: list[Episode]) -> dict:
-    """The laps of several episodes on one track, in seconds."""
-    first = [e.first_lap / TICKS_PER_SECOND for e in episodes if e.first_lap is not None]
-    flying = [ticks / TICKS_PER_SECOND for e in episodes for ticks in e.flying_laps]
+    every = seconds["first"] + seconds["flying"]
     return {
-        "track": episodes[0].track,
+        "track": track,
         "episodes": len(episodes),
-        "laps": sum(len(e.lap_ticks) for e in episodes),
-        "completion_rate": float(np.mean([bool(e.lap_ticks) for e in episodes])),
-        "failures": sum(e.terminated or not e.lap_ticks for e in episodes),
+        "failures": sum(e.terminated or not e.laps for e in episodes),  # without a lap, or ended before the time
+        "completion_rate": float(np.mean([bool(e.laps) for e in episodes])),
         "mean_reward": score(episodes),
-        "mean_length": float(np.mean([e.length for e in episodes])),
-        "first_lap_sec": float(np.mean(first)) if first else None,
-        "flying_lap_sec": float(np.median(flying)) if flying else None,
-        "best_lap_sec": min(first + flying) if first or flying else None,
-        "flying_spread_sec": max(flying) - min(flying) if flying else None,
-        "percent_of_best": percent_of_best(episodes),
+        "mean_length": float(np.mean([len(e.rewards) for e in episodes])),
+        "off_road_share": float(np.mean([tick for e in episodes for tick in e.off_road])),
+        "laps": len(laps),
+        "clean_laps": len(seconds["clean"]),
+        "mean_lap_sec": float(np.mean(every)) if every else None,
+        "best_lap_sec": min(every, default=None),
+        "best_clean_lap_sec": min(seconds["clean"], default=None),
+        "first_lap_sec": float(np.mean(seconds["first"])) if seconds["first"] else None,
+        "flying_lap_sec": float(np.median(seconds["flying"])) if seconds["flying"] else None,
+        "flying_spread_sec": max(seconds["flying"]) - min(seconds["flying"]) if seconds["flying"] else None,
+        "percent_of_best": 100 * best_lap / float(np.median(comparable)) if comparable and best_lap else None,
+        "percent_of_best_reward": 100 * score(episodes) / best_reward if best_reward else None,
     }
 
 
-def lap_time(seconds: float | None) -> str:
-    return "none" if seconds is None else f"{seconds:.3f} s"
+def eval_metrics(results: list[dict]) -> dict[str, float]:
+    """Results by tag: the mean over the tracks, and each of several tracks. A mean is left out while a track has no value."""
+    metrics = {}
+    for tag, name in EVAL_TAGS.items():
+        values = [result[name] for result in results]
+        if None not in values:
+            metrics[f"eval/{tag}"] = float(np.mean(values))
+        for result in results if len(results) > 1 else ():
+            if result[name] is not None:
+                metrics[f"eval/{Path(result['track']).stem}/{tag}"] = result[name]
+    return metrics
 
 
 def describe(result: dict) -> str:
     """A summary as a line of text."""
-    if not result["laps"]:
-        return f"{result['track']}: no lap, reward {result['mean_reward']:.3f}"
-    flying, best, first = (lap_time(result[f"{name}_lap_sec"]) for name in ("flying", "best", "first"))
-    share = f", {result['percent_of_best']:.1f} % of the best known" if result["percent_of_best"] else ""
-    laps = f"{result['laps'] / result['episodes']:g} laps an episode"
-    return (
-        f"{result['track']}: flying lap {flying} (best {best}{share}), first lap {first}, {laps}, "
-        f"reward {result['mean_reward']:.3f}"
+    lap, best_lap, best_reward = (
+        result[name] for name in ("flying_lap_sec", "percent_of_best", "percent_of_best_reward")
     )
+    text = f"{result['track']}: "
+    if result["episodes"] > 1:
+        text += f"{result['episodes']} episodes, {result['failures']} failures, "
+    text += "no flying lap" if lap is None else f"flying lap {lap:.3f} s"
+    text += "" if best_lap is None else f" ({best_lap:.1f} % of the best)"
+    text += f", reward {result['mean_reward']:.3f}"
+    text += "" if best_reward is None or best_reward < 0 else f" ({best_reward:.1f} %)"
+    return f"{text}, {result['clean_laps']} of {result['laps']} laps clean, off the road {result['off_road_share']:.1%}"
 
 
 # ======================================================================================================================
@@ -455,14 +480,10 @@ def describe(result: dict) -> str:
 
 def say(text: str, end: str = "\n", to: str = "stdout") -> None:
     """Print. Where that fails (`| head` has gone, the disk under a log is full), stay silent: it must not end the run."""
-    stream = getattr(sys, to)
-    try:
-        if stream is not None:
-            print(text, end=end, file=stream, flush=True)
-    except RuntimeError:  # a signal has come in the middle of another print
-        pass
-    except (OSError, ValueError):  # ValueError: it is closed
-        setattr(sys, to, None)
+    with contextlib.suppress(
+        OSError, ValueError, RuntimeError
+    ):  # RuntimeError: a signal comes in the middle of a print
+        print(text, end=end, file=getattr(sys, to), flush=True)
 
 
 def warn(text: str) -> None:
@@ -492,20 +513,19 @@ class Progress:
         self.live = sys.stdout is not None and sys.stdout.isatty()
         self._next_line, self._next_refresh = first_step, 0.0
 
-    def show(self, steps: int, best_lap_sec: float, metrics: dict) -> None:
+    def show(self, steps: int, best_noisy_lap_sec: float, metrics: dict) -> None:
         now = time.perf_counter()
         if now < self._next_refresh if self.live else steps < self._next_line:
             return
         self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
         rate = (steps - self.first_step) / max(now - self.began, 1e-9)
         left = round(max(self.total - steps, 0) / max(rate, 1e-9))
-        lap = "no lap yet" if math.isinf(best_lap_sec) else f"best lap {best_lap_sec:.2f} s"
-        share = metrics.get("racer/completion_rate")
-        completion = "" if share is None else f"  {share:4.0%} lapped"
-        text = (
-            f"{steps:>11,} steps {min(steps / self.total, 1):4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left"
-        )
-        self.say(f"{text}  {lap}{completion}", end="" if self.live else "\n")
+        share, lap = min(steps / self.total, 1), best_noisy_lap_sec
+        text = f"{steps:>11,} steps {share:4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left"
+        text += "  no lap yet" if math.isinf(lap) else f"  best lap with noise {lap:.2f} s"
+        if "racer/completion_rate" in metrics:
+            text += f"  {metrics['racer/completion_rate']:4.0%} lapped"
+        self.say(text, end="" if self.live else "\n")
 
     def say(self, text: str, end: str = "\n") -> None:
         """A line that stays, unless it has no end."""
@@ -518,7 +538,6 @@ class Progress:
 # ======================================================================================================================
 
 _store: dist.Store | None = None  # torchrun's memory, which lasts when it starts the processes again
-_group = None  # of all processes
 _other_core: ThreadPoolExecutor | None = None
 
 
@@ -556,21 +575,14 @@ def init_processes() -> None:
         dist.init_process_group("gloo", store=attempt, rank=rank(), world_size=world_size(), timeout=timeout)
 
 
-def wait_longer(seconds: float) -> None:
-    """From here on, give other processes so much more time to answer: one may be waiting for its bridge."""
-    global _group
-    if dist.is_initialized():
-        _group = dist.new_group(timeout=timedelta(seconds=ANSWER_TIMEOUT_S + seconds))
-
-
 @contextlib.contextmanager
 def _others_must_answer():
     try:
         yield
     except RuntimeError as error:
+        reason = str(error).strip()[:160]
         raise ProcessError(
-            f"process {rank()} of {world_size()}: another one of this run has died or does not answer "
-            f"({str(error).strip()[:160]})"
+            f"process {rank()} of {world_size()}: another one of this run has died or does not answer ({reason})"
         ) from error
 
 
@@ -580,7 +592,7 @@ def all_gather(value) -> list:
     if dist.is_initialized():
         values *= world_size()
         with _others_must_answer():
-            dist.all_gather_object(values, value, group=_group)
+            dist.all_gather_object(values, value)
     for error in values:
         if isinstance(error, Exception):
             error.shared = True
@@ -616,7 +628,7 @@ def average_gradients(optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         with _others_must_answer():
-            dist.all_reduce(flat, group=_group)
+            dist.all_reduce(flat)
         parts = (flat / world_size()).split([gradient.numel() for gradient in gradients])
         for gradient, mean in zip(gradients, parts, strict=True):
             gradient.copy_(mean.view_as(gradient))
@@ -653,31 +665,26 @@ def leave(code: int) -> None:
 # ======================================================================================================================
 
 
-def pack(value):
+def tensors(value):
     """NumPy arrays as tensors, through dicts and lists: a file of tensors and plain values loads without running code."""
     if isinstance(value, dict):
-        return {key: pack(item) for key, item in value.items()}
+        return {key: tensors(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [pack(item) for item in value]
-    if isinstance(value, np.ndarray) and value.dtype == np.uint64:  # older versions of torch cannot save these
-        return {"uint64": torch.from_numpy(value.view(np.int64).copy())}
-    return {"array": torch.from_numpy(value.copy())} if isinstance(value, np.ndarray) else value
+        return [tensors(item) for item in value]
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
 
 
-def unpack(value):
-    if isinstance(value, list):
-        return [unpack(item) for item in value]
+def arrays(value):
+    """The tensors in a dict as NumPy arrays again."""
     if not isinstance(value, dict):
         return value
-    if set(value) == {"uint64"}:
-        return value["uint64"].numpy().view(np.uint64)
-    return value["array"].numpy() if set(value) == {"array"} else {key: unpack(item) for key, item in value.items()}
+    return {key: item.numpy() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> bool:
     """The whole file or none: if it fails, the old file stays. -> whether it worked"""
     temporary, buffer = path.with_name(f"{path.name}.tmp"), io.BytesIO()
-    torch.save(pack(checkpoint), buffer)
+    torch.save(tensors(checkpoint), buffer)
     try:
         with temporary.open("wb") as file:
             file.write(buffer.getbuffer())
@@ -685,10 +692,8 @@ def write_checkpoint(path: Path, checkpoint: dict) -> bool:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        warn(
-            f"WARNING: {path} could not be written ({error.strerror or error}); the one before it is untouched. "
-            "Make room and training will try again."
-        )
+        reason = error.strerror or error
+        warn(f"WARNING: {path} could not be written ({reason}); the one before it is untouched. Make room")
         return False
     finally:
         with contextlib.suppress(OSError):
@@ -700,19 +705,19 @@ def load_checkpoint(path: str | Path, algorithm: str, prefer: str = "checkpoint.
     """A checkpoint from a file or a run folder. No code in it is run. ValueError if it is not one of this algorithm."""
     path = Path(path)
     if path.is_dir():
-        found = [path / name for name in (prefer, "checkpoint.pt", "best.pt") if (path / name).exists()]
-        if not found:
-            raise ValueError(f"the folder {path} holds no checkpoint (yet); give a run folder or a .pt file")
-        path = found[0]
+        there = [path / name for name in (prefer, "checkpoint.pt", "best.pt") if (path / name).exists()]
+        path = there[0] if there else path / prefer
     if not path.exists():
-        raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder, e.g. runs/NAME")
+        raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder that has one, e.g. runs/NAME")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds: truncated, no checkpoint at all, a pickle with code in it
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        reason, other = (
+            str(error).strip()[:120].partition("\n")[0],
+            "checkpoint.pt" if "best" in path.name else "best.pt",
+        )
         raise ValueError(
-            f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. "
-            f"Take another, e.g. the run folder's {'checkpoint.pt' if path.name == 'best.pt' else 'best.pt'}"
+            f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. Take another, e.g. {other} beside it"
         ) from error
     found = checkpoint.get("algorithm") if isinstance(checkpoint, dict) else None
     if found != algorithm:
@@ -723,7 +728,7 @@ def load_checkpoint(path: str | Path, algorithm: str, prefer: str = "checkpoint.
             f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}: another version wrote it. "
             "Use that version, or train anew"
         )
-    return unpack(checkpoint)
+    return checkpoint
 
 
 def plain_settings(args) -> dict:
@@ -776,9 +781,7 @@ def resumed_folder(path: Path) -> Path:
     """The run folder to go on in."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "args.json").exists():
-        raise ValueError(
-            f"{folder} is no run folder (it has no args.json); put the checkpoint into one, and resume that"
-        )
+        raise ValueError(f"{folder} is no run folder (it has no args.json); put the checkpoint into one")
     return folder
 
 
@@ -813,10 +816,10 @@ class Run:
     def __init__(self, algorithm: str, args, envs: RacerVectorEnv, parts: dict):
         self.algorithm, self.args, self.envs, self.clock = algorithm, args, envs, Clock()
         self.eval_envs: RacerVectorEnv | None = None
-        self.stats = RaceStats(envs.num_envs, envs.config["episode"]["maxSteps"], envs.starts_on_line)
+        self.stats = RaceStats(envs.num_envs, envs.config["episode"]["maxSteps"])
         self.parts = {**parts, "stats": self.stats}
         self.steps = self._steps_before = 0
-        self.best = {"score": -math.inf, "step": 0, "episodes": [], "lap": None}
+        self.best = {"score": -math.inf, "step": 0, "results": [], "laps": []}
         self.published_beaten: dict | None = None
         self.metrics: dict[str, float] = {}
         self.saved = True
@@ -853,22 +856,23 @@ class Run:
             for name, part in self.parts.items():
                 saved = checkpoint["parts"].get(name)
                 if saved is None or part is None:
-                    if rank() == 0:
-                        say(f"the checkpoint holds no {name}: the run goes on with a new one, and not bit for bit")
+                    from_first(
+                        say, f"the checkpoint holds no {name}: the run has a new one, and is not the same bit for bit"
+                    )
                 elif hasattr(part, "state_dict"):
                     part.load_state_dict(saved)
                 elif processes == world_size() and saved[rank()] != {}:
-                    part.set_state(saved[rank()])
+                    part.set_state(arrays(saved[rank()]))
                 elif name == "scaler":
-                    part.set_state(saved[0])
+                    part.set_state(arrays(saved[0]))
             for name, value in checkpoint["run"].items():
                 setattr(self, name, value)
-        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            self.best["laps"] = [arrays(lap) for lap in self.best["laps"]]
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"the checkpoint does not fit this program or its settings: {error}") from error
-        if processes != world_size() and rank() == 0:
-            say(
-                f"going on with {world_size()} instead of {processes} processes: the cars begin anew, and not bit for bit"
-            )
+        if processes != world_size():
+            change = f"{world_size()} instead of {processes} processes"
+            from_first(say, f"going on with {change}: the cars begin anew, and not bit for bit")
         if processes != world_size() or not self.envs.get_state():  # the real game does not expose its state
             self.stats.begin(together(self.envs.reset, seed=self.args.seed + self.steps)[1])
 
@@ -884,12 +888,10 @@ class Run:
         rows = [f"| {name} | {value} |" for name, value in plain_settings(args).items()]
         self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
         self.terminal = Progress(args.total_timesteps, self.steps)
-        where = f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
-        processes = f", {world_size()} processes" if world_size() > 1 else ""
-        going_on = f", going on from step {self.steps:,}" if resumed else ""
-        self.terminal.say(
-            f"{self.folder}: {args.num_envs} cars on {', '.join(args.track_id)}{where}{processes}{going_on}"
-        )
+        text = f"{self.folder}: {args.num_envs} cars on {', '.join(args.track_id)}"
+        text += f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
+        text += f", {world_size()} processes" if world_size() > 1 else ""
+        self.terminal.say(text + (f", going on from step {self.steps:,}" if resumed else ""))
 
     def _on_signal(self, number, _frame) -> None:
         if self._signal == number and world_size() == 1:
@@ -945,7 +947,7 @@ class Run:
             raise FloatingPointError(f"{wrong[0]} after step {self.steps:,}")
 
     def evaluate(self, drive: Callable) -> None:
-        """An episode per track from the grid, without noise. The best driver so far is saved as best.pt."""
+        """An episode per track from the grid, without noise; in full at the end. The best driver so far is saved as best.pt."""
         with self.clock("evaluation"):
             better = from_first(self._evaluate, drive)
         if better is not None:
@@ -954,35 +956,36 @@ class Run:
                 self.best = before
 
     def _evaluate(self, drive: Callable) -> dict | None:
-        episodes = evaluate(drive, self.eval_envs, self.args.track_id)
-        results, lap = [summarize([episode]) for episode in episodes], fastest_lap(episodes)
-        for name, value in eval_metrics(episodes).items():
+        episodes = evaluate(drive, self.eval_envs, self.args.track_id, whole=self.finished)
+        results = [summarize([episode], self.envs.config) for episode in episodes]
+        for name, value in eval_metrics(results).items():
             self.logger.record(name, value)
-        for episode, result in zip(episodes, results, strict=True):
+        for result in results:
             self.terminal.say(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {describe(result)}")
-            mark = PUBLISHED_LAP_TICKS.get(episode.track, 0)
-            if self.published_beaten is None and (ticks := min(episode.flying_laps, default=mark)) < mark:
-                beaten = {"track": episode.track, "ticks": ticks}
-                self.published_beaten = {**beaten, "steps": self.steps, "seconds": self.seconds}
+            mark, lap = PUBLISHED_LAP_TICKS.get(result["track"], 0) / TICKS_PER_SECOND, result["flying_lap_sec"]
+            if self.published_beaten is None and lap is not None and lap < mark:
+                self.published_beaten = {"lap": lap, "mark": mark, "steps": self.steps, "seconds": self.seconds}
         if score(episodes) <= self.best["score"]:
             return None
-        self._draw(lap)
-        return {"score": score(episodes), "step": self.steps, "episodes": results, "lap": lap}
+        laps = [lap for episode in episodes if (lap := fastest_lap(episode))]
+        self._draw(laps)
+        return {"score": score(episodes), "step": self.steps, "results": results, "laps": laps}
 
-    def _draw(self, lap: dict | None, replay: bool = False) -> None:
-        """A lap as a racing line or as a replay, to TensorBoard and the run folder. Errors only warn."""
-        if lap is None or lap["places"] is None:
-            return
+    def _draw(self, laps: list[dict], replay: bool = False) -> None:
+        """A lap of every track as a racing line or as a replay, to TensorBoard and the run folder. Errors only warn."""
         try:
-            from racer_view import draw_lap, save_picture
+            for lap in laps:
+                from racer_view import draw_lap, save_picture
 
-            picture = draw_lap(**lap, replay=replay)
-            if replay:
-                self.logger.animation("eval/replay", picture, self.steps)
-                (self.folder / "replay.gif").write_bytes(picture)
-            else:
-                self.logger.picture("eval/racing_line", picture, self.steps)
-                save_picture(self.folder / "racing_line.png", picture)
+                name = Path(lap["track_id"]).stem
+                tag, suffix = ("", "") if len(self.args.track_id) == 1 else (f"{name}/", f"-{name}")
+                picture = draw_lap(**lap, replay=replay)
+                if replay:
+                    self.logger.animation(f"eval/{tag}replay", picture, self.steps)
+                    (self.folder / f"replay{suffix}.gif").write_bytes(picture)
+                else:
+                    self.logger.picture(f"eval/{tag}racing_line", picture, self.steps)
+                    save_picture(self.folder / f"racing_line{suffix}.png", picture)
         except Exception as error:  # no Pillow, no room
             warnings.warn(f"no picture of the best lap ({error!r}); training goes on", stacklevel=2)
 
@@ -1054,27 +1057,27 @@ class Run:
         if rank() > 0:
             return {**reached, "saved": self.saved}
         if self.finished:
-            self._draw(self.best["lap"], replay=True)
-        total, driven = sum(clock.values()), self.steps - self.terminal.first_step
-        rate = driven / max(total - clock.get("evaluation", 0.0), 1e-9)
+            self._draw(self.best["laps"], replay=True)
+        session, driven = self.seconds - self.seconds_before, self.steps - self.terminal.first_step
+        rate = driven / max(session - clock.get("evaluation", 0.0), 1e-9)
         if not driven:
-            say(
-                f"\nnothing to do: the run is at {self.steps:,} of {args.total_timesteps:,} steps; --total-timesteps extends it"
-            )
+            total = f"{args.total_timesteps:,} steps; --total-timesteps extends it"
+            say(f"\nnothing to do: the run is at {self.steps:,} of {total}")
+        here = f", {session:.1f} s of them in this session" if self.seconds_before else ""
         how = "done" if self.finished else "stopped"
-        say(f"\n\n{how}: {self.steps:,} steps in {self.seconds:.1f} s, {rate:,.0f} steps/s without evaluation")
+        say(f"\n\n{how}: {self.steps:,} steps in {self.seconds:.1f} s{here}; {rate:,.0f} steps/s without evaluation")
+        clock["rest"] = max(session - sum(clock.values()), 0.0)
         shares = sorted(clock.items(), key=lambda item: -item[1])
-        say("time      " + ", ".join(f"{name} {s:.1f} s ({s / max(total, 1e-9):.0%})" for name, s in shares))
-        if self.best["episodes"]:
-            say(f"best      at step {self.best['step']:,}")
-            for result in self.best["episodes"]:
-                say(f"          {describe(result)}")
+        say("time      " + ", ".join(f"{name} {s:.1f} s ({s / session:.0%})" for name, s in shares))
+        for i, result in enumerate(self.best["results"]):
+            say(f"best      {describe(result)}" if i == 0 else f"          {describe(result)}")
+        if self.best["results"]:
+            say(f"          at step {self.best['step']:,}")
         if beaten := self.published_beaten:
-            mark, lap = (ticks / TICKS_PER_SECOND for ticks in (PUBLISHED_LAP_TICKS[beaten["track"]], beaten["ticks"]))
             when = f"after {beaten['seconds']:.1f} s, at {beaten['steps']:,} steps"
-            say(f"          first lap under the published driver's {mark:.3f} s: {lap:.3f} s, seen {when}")
-        files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line.png", "replay.gif")
-        there = [name for name in files if (folder / name).exists()]
+            say(f"          under the published driver's {beaten['mark']:.3f} s: {beaten['lap']:.3f} s, seen {when}")
+        files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line*.png", "replay*.gif")
+        there = [path.name for name in files for path in sorted(folder.glob(name))]
         say(f"files     {folder}: {', '.join(there)}")
         if not self.finished:
             say(f"go on     {command()} --resume {shlex.quote(str(folder))}")
@@ -1126,62 +1129,50 @@ def make_envs(args) -> RacerVectorEnv:
     )  # fmt: skip
 
 
-def words_after(argv: list[str], flag: str) -> list[str]:
-    """The values of a flag on a command line."""
-    words = argv[argv.index(flag) + 1 :] if flag in argv else []
-    end = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    return words[:end]
+def first_look(argv: list[str]) -> argparse.Namespace:
+    """What the defaults depend on."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("resume", "evaluate", "json", "export", "checkpoint"):
+        parser.add_argument(f"--{name}")
+    for name in ("track-id", "bridge-url"):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*")
+    parser.add_argument("--slow-game", "--slow_game", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    look = parser.parse_known_args(argv)[0]
+    tasks = [f"--{name}" for name in ("resume", "evaluate", "export") if getattr(look, name)]
+    if len(tasks) > 1:
+        raise ValueError(f"{' and '.join(tasks)} are different tasks; give one of them")
+    for flag, other in (("export", "checkpoint"), ("checkpoint", "export"), ("json", "evaluate")):
+        if getattr(look, flag) and not getattr(look, other):
+            raise ValueError(f"--{flag} needs --{other} as well")
+    if look.bridge_url == []:
+        raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
+    return look
 
 
 def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], doc: str = ""):
     """The command line as Args. A first look at it chooses the defaults, tyro reads the rest."""
-    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    argv = [word.replace("_", "-") if word.startswith("--") else word for word in argv]
-    _check_combinations(argv)
-    saved = next((flag for flag in ("--resume", "--evaluate", "--checkpoint") if words_after(argv, flag)), None)
-    changes = {}
-    if saved:
-        prefer = "checkpoint.pt" if saved == "--resume" else "best.pt"
-        preset = saved_args(Args, from_first(load_checkpoint, words_after(argv, saved)[0], algorithm, prefer)["args"])
-        if saved != "--resume":
-            changes = {"start": "grid", "bridge_url": ()}
+    look = first_look(argv)
+    if saved := look.resume or look.evaluate or look.checkpoint:
+        prefer = "checkpoint.pt" if look.resume else "best.pt"
+        preset = saved_args(Args, from_first(load_checkpoint, saved, algorithm, prefer)["args"])
+        changes = {} if look.resume else {"start": "grid", "bridge_url": ()}
     else:
-        preset, few_cars = Args(), False
-        with contextlib.suppress(ValueError, IndexError):  # tyro says what is wrong with it
-            few_cars = _count(words_after(argv, "--num-envs")) <= FEW_CARS
-        if "--bridge-url" in argv or few_cars:
-            changes = presets["slow game"]
-        if len(words_after(argv, "--track-id")) > 1:
-            changes = {**changes, **presets["several tracks"]}
-        if "--bridge-url" in argv:
-            changes = {**changes, "start": "grid"}  # the game has no other
+        preset = Args()
+        changes = presets["slow game"] if look.bridge_url or look.slow_game else {}
+        changes = changes | (presets["several tracks"] if len(look.track_id or ()) > 1 else {})
+        changes |= {"start": "grid"} if look.bridge_url else {}  # the game has no other
     preset = dataclasses.replace(preset, **changes)
-    if {"-h", "--help"} & set(argv):
+    if look.help:
         say(help_text(Args, preset, doc))
         leave(0)
     args = tyro.cli(Args, args=argv, default=preset)
-    for field in dataclasses.fields(args) if saved == "--resume" else ():
+    for field in dataclasses.fields(args) if look.resume else ():
         new, old = getattr(args, field.name), getattr(preset, field.name)
         if new != old and field.name not in (*MAY_CHANGE, *NOT_SETTINGS):
-            raise ValueError(
-                f"--{field.name.replace('_', '-')} is {new}, but the run to resume has {old}, and that cannot change; "
-                "leave it out, or start a new run"
-            )
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ValueError(f"{flag} is {new}, but the run to resume has {old}, and that cannot change")
     return args
-
-
-def _check_combinations(argv: list[str]) -> None:
-    """Flags that make no sense together, or alone."""
-    tasks = [flag for flag in ("--resume", "--evaluate", "--export") if flag in argv]
-    if len(tasks) > 1:
-        raise ValueError(f"{' and '.join(tasks)} are different tasks; give one of them")
-    for flag, other in (("--export", "--checkpoint"), ("--checkpoint", "--export"), ("--json", "--evaluate")):
-        if flag in argv and other not in argv:
-            raise ValueError(f"{flag} needs {other} as well")
-    if "--bridge-url" in argv and not words_after(argv, "--bridge-url"):
-        raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
-    if world_size() > 1 and tasks and tasks != ["--resume"]:
-        raise ValueError(f"{tasks[0]} needs one process only: leave torchrun out")
 
 
 def help_text(Args, preset, doc: str) -> str:
@@ -1212,50 +1203,47 @@ def command() -> str:
     return f"torchrun {f'--nnodes={machines} ' if machines > 1 else ''}--nproc_per_node={here} {program}"
 
 
+# What ends a run: exit code, what to say of it, and what before the command that goes on.
+ENDS: dict[type, tuple[int, str, str]] = {
+    BridgeError: (EXIT_BRIDGE, "", "\nSaved; go on with: "),
+    ProcessError: (EXIT_PROCESS, ". The run ends", "; go on from the last checkpoint with: "),
+    FloatingPointError: (EXIT_ERROR, ". Learning has blown up; start again with a smaller --learning-rate", ""),
+    ValueError: (EXIT_USAGE, "", ""),
+    OSError: (EXIT_USAGE, "", ""),
+    KeyboardInterrupt: (
+        EXIT_INTERRUPTED,
+        "stopped at once; --resume goes on from the last checkpoint, if there is one",
+        "",
+    ),
+}
+
+
 def run_command(algorithm: str, Args, presets: dict, make_agent: Callable, train: Callable, doc: str) -> int:
     """A trainer's command: train, evaluate or export, and say what went wrong. -> exit code"""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter
-
-    def complain(error, advice: str = "", resume: str = "") -> None:
-        if rank() == 0 or not getattr(error, "shared", False):
-            folder = shlex.quote(str(getattr(error, "folder", "")))
-            resume = f"{resume}{command()} --resume {folder}" if resume and hasattr(error, "folder") else ""
-            warn(f"\n{Path(sys.argv[0]).name}: {error}{advice}{resume}")
-
+    program = Path(sys.argv[0]).name
     try:
         init_processes()
         argv = sys.argv[1:]
         if _store is not None and _store.check(["saved"]):  # torchrun has started the processes again
             argv = ["--resume", _store.get("saved").decode()]
         args = read_args(Args, presets, algorithm, argv, doc)
-        if args.bridge_retries:
-            wait_longer(60.0 * args.bridge_retries)
         if args.evaluate or args.export:
             (evaluate_driver if args.evaluate else export_driver)(args, algorithm, make_agent)
             return 0
         result = train(args)
-    except BridgeError as error:
-        complain(error, resume="\nSaved; go on with: ")
-        return EXIT_BRIDGE
-    except ProcessError as error:
-        complain(error, ". The run ends", "; go on from the last checkpoint with: ")
-        return EXIT_PROCESS
-    except FloatingPointError as error:
-        complain(
-            error, ". Learning has blown up, and nothing of that was saved. Start again with a smaller --learning-rate"
-        )
-        return EXIT_ERROR
-    except (ValueError, OSError) as error:
-        complain(error)
-        return EXIT_USAGE
-    except KeyboardInterrupt:
-        complain("stopped at once; --resume goes on from the run's last checkpoint, if it has one")
-        return EXIT_INTERRUPTED
+    except tuple(ENDS) as error:
+        code, meaning, go_on = next(end for kind, end in ENDS.items() if isinstance(error, kind))
+        if hasattr(error, "folder") and go_on:
+            meaning += f"{go_on}{command()} --resume {shlex.quote(str(error.folder))}"
+        if rank() == 0 or not getattr(error, "shared", False):
+            warn(f"\n{program}: {error}{meaning}")
+        return code
     if not result["saved"]:
-        complain("the end of this run is not on the disk; make room, and go on from the last checkpoint: "
-                 f"{command()} --resume {shlex.quote(result['run_folder'])}")  # fmt: skip
+        warn(f"\n{program}: the end of this run is not on the disk; make room, and go on from the last checkpoint: "
+             f"{command()} --resume {shlex.quote(result['run_folder'])}")  # fmt: skip
         return EXIT_ERROR
     return 0 if result["finished"] else EXIT_TERMINATED if result["signal"] == signal.SIGTERM else EXIT_INTERRUPTED
 
@@ -1272,28 +1260,19 @@ def load_driver(path: Path, args, algorithm: str, make_agent: Callable) -> torch
 
 
 def evaluate_driver(args, algorithm: str, make_agent: Callable) -> list[dict]:
-    """`--evaluate`: lap times of a trained driver, on the tracks of its training unless others are given."""
+    """`--evaluate`: whole episodes of a trained driver, on the tracks of its training unless others are given."""
     agent, results = load_driver(args.evaluate, args, algorithm, make_agent), []
     if args.json:
         args.json.touch()  # fail now, not after the drive
+    say(f"{args.episodes} episodes a track, from {'the grid' if args.start == 'grid' else 'anywhere'}")
     for track in args.track_id:
         settings = {"bridge_url": args.bridge_url or None, "start": args.start, "retries": args.bridge_retries}
-        envs = RacerVectorEnv(args.episodes, track, args.config_path, **settings)
-        with contextlib.closing(envs):
-            results.append(r := summarize(evaluate(agent.drive, envs, [track], args.seed)))
-        known = r["percent_of_best"] and lap_time(r["percent_of_best"] / 100 * r["flying_lap_sec"])
-        say(f"\n{track}: {args.episodes} episodes from {'the grid' if args.start == 'grid' else 'anywhere'}")
-        say(f"  laps            {r['laps']} ({r['completion_rate']:.1%} of the episodes with one)")
-        say(f"  failures        {r['failures']} (without a lap, or ended before the time)")
-        say(f"  first lap       {lap_time(r['first_lap_sec'])} from standing")
-        say(f"  flying lap      {lap_time(r['flying_lap_sec'])} median, spread {lap_time(r['flying_spread_sec'])}")
-        say(f"  best lap        {lap_time(r['best_lap_sec'])}")
-        if known:
-            say(f"  of the best     {r['percent_of_best']:.1f} %: a flying lap of {known} is known")
-        say(f"  reward          {r['mean_reward']:.3f} over {r['mean_length']:,.0f} ticks")
+        with contextlib.closing(RacerVectorEnv(args.episodes, track, args.config_path, **settings)) as envs:
+            results.append(summarize(evaluate(agent.drive, envs, [track], args.seed), envs.config))
+        say(describe(results[-1]))
     if len(results) > 1:
-        failures, count = (sum(r[name] for r in results) for name in ("failures", "episodes"))
-        say(f"\nall tracks: {count} episodes, {count - failures} without failure ({1 - failures / count:.1%})")
+        failures, count = (sum(result[name] for result in results) for name in ("failures", "episodes"))
+        say(f"all tracks: {count} episodes, {count - failures} without failure ({1 - failures / count:.1%})")
     if args.json:
         args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
     return results
@@ -1303,8 +1282,9 @@ def export_driver(args, algorithm: str, make_agent: Callable) -> Path:
     """`--export`: a driver as the browser game loads it. It normalises observations as the stats say, then asks the model."""
     try:
         import onnx  # noqa: F401  torch.onnx needs it
+        import onnxruntime
     except ImportError as error:
-        raise ValueError("--export needs a package that is not installed: pip install onnx onnxruntime") from error
+        raise ValueError("--export needs packages that are not installed: pip install onnx onnxruntime") from error
     agent, path = load_driver(args.checkpoint, args, algorithm, make_agent), args.export / "model.onnx"
     mean, std = agent.obs_mean.numpy(), torch.sqrt(agent.obs_var).numpy()
     farthest = np.abs(np.stack([OBS_LOW - mean, OBS_HIGH - mean]) / std).max()
@@ -1313,28 +1293,19 @@ def export_driver(args, algorithm: str, make_agent: Callable) -> Path:
     args.export.mkdir(parents=True, exist_ok=True)
     (args.export / "vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
     names = {"input_names": ["obs"], "output_names": ["actions"], "opset_version": 13}
+    names["dynamic_axes"] = {"obs": {0: "batch"}, "actions": {0: "batch"}}
     if "dynamo" in inspect.signature(torch.onnx.export).parameters:
         names["dynamo"] = False  # the newer exporter writes a second file, which a browser does not load
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        batches = {"obs": {0: "batch"}, "actions": {0: "batch"}}
-        torch.onnx.export(agent, (torch.zeros(1, OBS_SIZE),), str(path), dynamic_axes=batches, **names)
-    say(
-        f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json beside it -> actions [batch, {len(ACTION_LOW)}]"
-    )
-    try:
-        import onnxruntime
-    except ImportError:
-        say("not checked: for that, pip install onnxruntime")
-        return path
+        torch.onnx.export(agent, (torch.zeros(1, OBS_SIZE),), str(path), **names)
     obs = np.random.default_rng(0).uniform(OBS_LOW, OBS_HIGH, (10_000, OBS_SIZE)).astype(np.float32)
     normalized_obs = (obs - np.float32(stats["obs_mean"])) / np.sqrt(np.float32(stats["obs_var"]) + stats["epsilon"])
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (actions,) = session.run(None, {"obs": normalized_obs.astype(np.float32)})
     difference = float(np.abs(actions - agent.drive(obs)).max())
-    say(f"checked with onnxruntime on 10,000 observations: the actions differ by {difference:.1e} at most")
     if not difference <= 1e-5:
-        raise ValueError(
-            f"the exported model does not act as the checkpoint does: its actions differ by {difference:g}"
-        )
+        raise ValueError(f"the exported model acts otherwise than the checkpoint: its actions differ by {difference:g}")
+    say(f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json -> actions [batch, {len(ACTION_LOW)}]")
+    say(f"checked on 10,000 observations: the actions differ by {difference:.1e} at most")
     return path

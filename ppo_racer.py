@@ -85,6 +85,8 @@ class Args:
     """where episodes start: grid, or anywhere, which teaches recovering"""
     bridge_url: tuple[str, ...] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
+    slow_game: bool = False
+    """on the embedded engine: the defaults that --bridge-url has"""
     bridge_retries: int = 0
     """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
     num_envs: Count = 512
@@ -147,7 +149,7 @@ class Args:
 
 
 PRESETS = {  # other defaults, for commands that ask for them
-    "slow game": {  # --bridge-url, or up to 16 cars: steps are slow, so each is learned from more often
+    "slow game": {  # --bridge-url or --slow-game: steps are slow, so each is learned from more often
         "total_timesteps": 200_000, "num_envs": 8, "rollout_steps": 512, "minibatch_size": 512, "update_epochs": 8,
         "eval_every": 20_000, "checkpoint_every": 20_000,
     },

@@ -40,6 +40,7 @@ import websocket
 from gymnasium.vector import AutoresetMode
 
 from racer_sim import (
+    CENTRELINE_RANGE,
     DEFAULT_CONFIG,
     NUM_RAYS,
     OBS_SIZE,
@@ -76,6 +77,7 @@ STEP_INFO: dict[str, type] = {
     "wallContact": bool,
     "stillnessCounter": int,
 }
+INFO_KEYS = {kind: [key for key, k in STEP_INFO.items() if k is kind] for kind in (float, int, bool)}
 RESET_INFO = ("lap", "checkpoint", "stepCount")
 
 ENV_ID = "TopDownRacer-v0"
@@ -205,11 +207,14 @@ class EmbeddedCars:
         reset(cars, seeds) -> observations (n, 14), info     cars: indices; seeds: one per car, or None to go on
         step(actions)      -> observations (N, 14), rewards, terminated, truncated, info
         close()            idempotent
+        track_ids          of every car
+        off_road           which cars left the road in the last tick (N,)
     """
 
     def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, start: str, first_car: int = 0):
         self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
         self.sim = RacerSim(num_cars, track_ids, config, start, first_car=first_car)
+        self._distance, self._half_width = np.zeros(num_cars), np.ones(num_cars)
 
     def reset(self, cars: np.ndarray, seeds: Sequence[int] | None = None):
         if seeds is not None:
@@ -222,6 +227,7 @@ class EmbeddedCars:
     def step(self, actions: np.ndarray):
         sim = self.sim
         observations, rewards, terminated, truncated = sim.step(actions)
+        self._distance, self._half_width = sim.centre_distance, sim.half_width
         info = {  # copies, so that callers cannot change the cars
             **sim.parts,
             "tick": sim.step_count.copy(),
@@ -233,6 +239,10 @@ class EmbeddedCars:
             "stillnessCounter": sim.stillness.copy(),
         }
         return observations.astype(np.float32), rewards, terminated, truncated, info
+
+    @property
+    def off_road(self) -> np.ndarray:
+        return self._distance > self._half_width
 
     def close(self) -> None:
         pass
@@ -248,24 +258,44 @@ class _DeadlineSocket(socket.socket):
 
     deadline = math.inf
     allowance = math.inf
+    buffer = b""  # what has arrived: one call of the system brings a whole reply, which is then read in small parts
 
     def expect(self, seconds: float, allowance: float) -> None:
         self.deadline, self.allowance = time.monotonic() + seconds, allowance
 
     def recv(self, size: int, *flags) -> bytes:
-        remaining = self.deadline - time.monotonic()
-        if remaining <= 0:
-            raise TimeoutError("timed out")
         if size > self.allowance:
             raise _TooLong
-        self.settimeout(remaining)
-        data = super().recv(size, *flags)
+        if not self.buffer:
+            remaining = self.deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError("timed out")
+            self.settimeout(remaining)
+            self.buffer = super().recv(65_536)
+        data, self.buffer = self.buffer[:size], self.buffer[size:]
         self.allowance -= len(data)
         return data
 
 
 class _TooLong(Exception):
     pass
+
+
+def is_plain_step(reply: dict) -> bool:
+    """A quick look at all of a step's reply at once: whether it is certainly as it should be."""
+    try:
+        observation, info = reply["observation"], reply["info"]
+        floats = [*observation, reply["reward"], *[info[key] for key in INFO_KEYS[float]]]
+        counts = [info[key] for key in INFO_KEYS[int]]
+        flags = [reply["terminated"], reply["truncated"], *[info[key] for key in INFO_KEYS[bool]]]
+        return (
+            {*map(type, floats)} <= {float, int} and {*map(type, counts)} == {int} and {*map(type, flags)} == {bool}
+            and type(observation) is list and len(observation) == OBS_SIZE and math.isfinite(sum(floats))
+            and max(observation) <= 1 and min(observation) >= -1 and min(observation[:10]) >= 0 <= min(observation[12:])
+            and max(counts) < 2**53 and min(counts) > -(2**53)
+        )  # fmt: skip
+    except (KeyError, TypeError, OverflowError):
+        return False
 
 
 class BridgeConnection:
@@ -281,7 +311,8 @@ class BridgeConnection:
             sock = _DeadlineSocket(fileno=plain.detach())
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.expect(CONNECT_TIMEOUT_S, MAX_REPLY_BYTES)
-            self.websocket = websocket.create_connection(url, timeout=CONNECT_TIMEOUT_S, socket=sock, redirect_limit=0)
+            options = {"socket": sock, "redirect_limit": 0, "skip_utf8_validation": True}  # decoding a reply checks it
+            self.websocket = websocket.create_connection(url, timeout=CONNECT_TIMEOUT_S, **options)
         except Exception as error:  # the library raises a dozen kinds for a dozen kinds of wrong server
             if sock is not None:
                 sock.close()
@@ -310,10 +341,14 @@ class BridgeConnection:
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
-    def _fail(self, problem: str, cause: BaseException | None = None) -> BridgeError:
-        """Close the connection and say what happened; nothing that arrives later could be matched to a request."""
+    def _fail(self, problem: str, shown: bool = False) -> BridgeError:
+        """Close the connection and say what happened; nothing that arrives later could be matched to a request.
+
+        shown: show the reply's beginning.
+        """
         self.close()
-        return BridgeError(f"bridge connection {self.number} ({self.url}), after {self.steps} steps: {problem}")
+        reply = f": {_start_of(self._data.decode(errors='replace'))}" if shown else ""
+        return BridgeError(f"bridge connection {self.number} ({self.url}), after {self.steps} steps: {problem}{reply}")
 
     def _check_open(self) -> None:
         if self.websocket is None:
@@ -326,9 +361,8 @@ class BridgeConnection:
             self.websocket.sock.settimeout(REPLY_TIMEOUT_S)
             self.websocket.send(json.dumps(message, allow_nan=False, separators=(",", ":")))
         except (OSError, websocket.WebSocketException) as error:
-            raise self._fail(
-                f"the game is gone, a {message['type']} could not be sent ({error}). {BRIDGE_HINT}", error
-            ) from error
+            problem = f"the game is gone, a {message['type']} could not be sent ({error}). {BRIDGE_HINT}"
+            raise self._fail(problem) from error
 
     def _receive(self, expected: str) -> dict:
         """The next reply, checked to be a JSON object of the expected type."""
@@ -356,26 +390,24 @@ class BridgeConnection:
             raise self._fail(f"the server closed the connection (code {code}). {BRIDGE_HINT}")
         if opcode != websocket.ABNF.OPCODE_TEXT:
             raise self._fail(f"the reply is binary ({len(data)} bytes, {data[:20]!r}), it must be JSON text")
-        text = data.decode("utf-8", errors="replace")
+        self._data = data
         try:
-            reply = json.loads(text)
+            reply = json.loads(data.decode())
         except (ValueError, RecursionError) as error:
-            raise self._fail(f"the reply is not JSON ({_start_of(str(error))}): {_start_of(text)}") from error
+            raise self._fail(f"the reply is not JSON ({_start_of(str(error))})", shown=True) from error
         if not isinstance(reply, dict):
-            raise self._fail(f"the reply is not a JSON object: {_start_of(text)}")
+            raise self._fail("the reply is not a JSON object", shown=True)
         if reply.get("type") == "error":
             raise self._fail(f"the game answered with an error: {_start_of(str(reply.get('message')), 300)}")
         if reply.get("type") != expected:
-            raise self._fail(
-                f"the reply's type is {_start_of(reply.get('type'))!r}, expected {expected!r}: {_start_of(text)}"
-            )
-        self._text = text
+            what = f"the reply's type is {_start_of(reply.get('type'))!r}, expected {expected!r}"
+            raise self._fail(what, shown=True)
         return reply
 
     def _field(self, container: dict, key: str, kind: type, name: str):
         """container[key] as a float, int or bool: a finite number is a number, 1 is not True, "1" is nothing."""
         if key not in container:
-            raise self._fail(f"the reply lacks {name}: {_start_of(self._text)}")
+            raise self._fail(f"the reply lacks {name}", shown=True)
         value = container[key]
         if kind is bool:
             if isinstance(value, bool):
@@ -386,29 +418,24 @@ class BridgeConnection:
             if value == int(value) and abs(value) < 2**53:
                 return int(value)
         wanted = {float: "a finite number", int: "a whole number", bool: "true or false"}[kind]
-        raise self._fail(f"{name} is {_start_of(json.dumps(value))}, it must be {wanted}: {_start_of(self._text)}")
+        raise self._fail(f"{name} is {_start_of(json.dumps(value))}, it must be {wanted}", shown=True)
 
-    def _observation(self, reply: dict) -> np.ndarray:
+    def _observation(self, reply: dict) -> list[float]:
         values = reply.get("observation")
         if not isinstance(values, list) or len(values) != OBS_SIZE:
             what = f"has {len(values)} elements" if isinstance(values, list) else f"is {_start_of(json.dumps(values))}"
-            raise self._fail(f"observation {what}, it must be a list of {OBS_SIZE} numbers: {_start_of(self._text)}")
-        observation = np.array(
-            [self._field(dict(enumerate(values)), i, float, f"observation[{i}]") for i in range(OBS_SIZE)]
-        )
-        outside = np.flatnonzero((observation < OBS_LOW - 1e-6) | (observation > OBS_HIGH + 1e-6))
-        if len(outside):
-            i = int(outside[0])
-            raise self._fail(
-                f"observation[{i}] ({OBS_NAMES[i]}) is {observation[i]:g}, it must be in [{OBS_LOW[i]:g}, {OBS_HIGH[i]:g}]: "
-                f"{_start_of(self._text)}"
-            )
-        return np.clip(observation, OBS_LOW, OBS_HIGH)
+            raise self._fail(f"observation {what}, it must be a list of {OBS_SIZE} numbers", shown=True)
+        values = [self._field(dict(enumerate(values)), i, float, f"observation[{i}]") for i in range(OBS_SIZE)]
+        for i, (value, low, high) in enumerate(zip(values, OBS_LOW.tolist(), OBS_HIGH.tolist(), strict=True)):
+            if not low - 1e-6 <= value <= high + 1e-6:
+                what = f"observation[{i}] ({OBS_NAMES[i]}) is {value:g}, it must be in [{low:g}, {high:g}]"
+                raise self._fail(what, shown=True)
+        return np.clip(values, OBS_LOW, OBS_HIGH).tolist()
 
     def _info(self, reply: dict, kinds: dict[str, type]) -> dict:
         info = reply.get("info")
         if not isinstance(info, dict):
-            raise self._fail(f"info is {_start_of(json.dumps(info))}, it must be an object: {_start_of(self._text)}")
+            raise self._fail(f"info is {_start_of(json.dumps(info))}, it must be an object", shown=True)
         return {key: self._field(info, key, kind, f"info.{key}") for key, kind in kinds.items()}
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -425,11 +452,14 @@ class BridgeConnection:
 
     def receive_step(self):
         reply = self._receive("step_result")
-        observation, reward = self._observation(reply), self._field(reply, "reward", float, "reward")
-        terminated, truncated = (self._field(reply, key, bool, key) for key in ("terminated", "truncated"))
-        info = self._info(reply, STEP_INFO)
+        if is_plain_step(reply):
+            step = tuple(reply[key] for key in ("observation", "reward", "terminated", "truncated", "info"))
+        else:  # field by field: this finds out what is wrong
+            observation, reward = self._observation(reply), self._field(reply, "reward", float, "reward")
+            ends = [self._field(reply, key, bool, key) for key in ("terminated", "truncated")]
+            step = observation, reward, *ends, self._info(reply, STEP_INFO)
         self.steps += 1
-        return observation, reward, terminated, truncated, info
+        return step
 
     def close(self) -> None:
         """Say goodbye if that is possible at once, and close. Idempotent; never waits for the other side."""
@@ -452,7 +482,7 @@ class BridgeCars:
 
     def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, urls: Sequence[str], first_car: int = 0):
         self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
-        self.config = config
+        self.config, self._last_step = config, None
         self.connections: list[BridgeConnection] = []
         try:
             for i in range(num_cars):
@@ -479,7 +509,22 @@ class BridgeCars:
         info = {
             key: np.array([i[key] for i in infos], np.int64 if kind is int else kind) for key, kind in STEP_INFO.items()
         }
-        return np.array(observations, np.float32), np.array(rewards), np.array(terminated), np.array(truncated), info
+        observations = np.array(observations, np.float32)
+        self._last_step = observations, info["offTrack"]
+        return observations, np.array(rewards, float), np.array(terminated), np.array(truncated), info
+
+    @property
+    def off_road(self) -> np.ndarray:
+        return np.array([self._is_off_road(*car) for car in zip(self.track_ids, *self._last_step, strict=True)])
+
+    @staticmethod
+    def _is_off_road(track_id: str, observation: np.ndarray, penalty: float) -> bool:
+        if (
+            track_id not in TRACKS
+        ):  # a track that only the real game knows: it shows in the reward, unless it costs nothing
+            return penalty != 0
+        half_width = load_track(track_id).half_width(observation[12] * load_track(track_id).length)
+        return bool(observation[13] * CENTRELINE_RANGE > half_width)
 
     @contextlib.contextmanager
     def _closing_on_error(self):
@@ -718,11 +763,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         first_car: int = 0,
     ):
         _check_render_mode(render_mode, track_id, bridge_url)
-        self.render_mode, self.episode_statistics, self.starts_on_line = (
-            render_mode,
-            episode_statistics,
-            start == "grid",
-        )
+        self.render_mode, self.episode_statistics = render_mode, episode_statistics
+        self.starts_on_line = start == "grid"
         self.retries, self.bridge_faults, self._failures_in_a_row = retries, 0, 0
         self.first_car, self._state = first_car, "new"
         self.config = load_config(config_path)
@@ -912,9 +954,14 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             return None
         return tuple(self._camera.picture(i) for i in range(self.num_envs))
 
-    def last_episode(self, car: int) -> np.ndarray:
-        """Where a car was in its last whole episode (ticks + 1, 4): x, y, heading, speed. Needs a render_mode."""
-        return np.array(self._camera.last_episode[car])
+    def places(self, car: int, last_episode: bool = False) -> np.ndarray:
+        """Where a car was in this episode, or in the last whole one (ticks + 1, 4): x, y, heading, speed. Needs a render_mode."""
+        return np.array((self._camera.last_episode if last_episode else self._camera.places)[car])
+
+    @property
+    def off_road(self) -> np.ndarray:
+        """Which cars left the road in the last tick (N,), also where it ended an episode."""
+        return self._cars.off_road
 
     def close_extras(self, **_) -> None:
         self._state = "closed"

@@ -1050,7 +1050,7 @@ class RacerSim:
         self.track = (first_car + np.arange(num_cars)) % len(tracks)
         marks = [zlib.crc32(track.control_points.tobytes()) for track in self.world.tracks]
         self.track_mark = np.array(marks, np.int64)[self.track]
-        self.random_state = np.zeros(num_cars, np.uint64)
+        self.random_state = np.zeros(num_cars, np.int64)  # the bits of a uint64, which torch can save
         for name in self.FLOATS:
             setattr(self, name, np.zeros(num_cars))
         for name in self.COUNTERS:
@@ -1093,12 +1093,13 @@ class RacerSim:
         self.random_state = self.random_state.copy()
         for car, seed in zip(cars, seeds, strict=True):
             if seed is not None:  # scrambled, so that neighbouring seeds give distant streams
-                self.random_state[car] = _scramble(np.array([int(seed) % 2**64], np.uint64))[0]
+                self.random_state[car] = _scramble(np.array([int(seed) % 2**64], np.uint64)).view(np.int64)[0]
 
     def _random(self, cars):
         """The next uniform number in [0, 1) of each car (splitmix64)."""
-        self.random_state[cars] += np.uint64(0x9E3779B97F4A7C15)
-        return (_scramble(self.random_state[cars]) >> np.uint64(11)) / 2.0**53
+        state = self.random_state[cars].view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        self.random_state[cars] = state.view(np.int64)
+        return (_scramble(state) >> np.uint64(11)) / 2.0**53
 
     # -- reset ---------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """SAC for the top-down racer, whole in this file. It needs few steps, which counts where the game is slow.
 
     python sac_racer.py                                              # about 60 s: laps of 6.5 s on track-01
-    python sac_racer.py --num-envs 8                                 # as on a bridge: 6.6 s after 120,000 steps
+    python sac_racer.py --slow-game                                  # as on a bridge: 6.6 s after 120,000 steps
     python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python sac_racer.py --resume runs/NAME                           # go on after an interruption, bit for bit
     python sac_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
@@ -86,6 +86,8 @@ class Args:
     """where episodes start: grid, or anywhere, which teaches recovering"""
     bridge_url: tuple[str, ...] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
+    slow_game: bool = False
+    """on the embedded engine: the defaults that --bridge-url has"""
     bridge_retries: int = 0
     """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
     num_envs: Count = 64
@@ -162,7 +164,7 @@ class Args:
 
 
 PRESETS = {  # other defaults, for commands that ask for them
-    "slow game": {  # --bridge-url, or up to 16 cars: steps are slow, so the run is short and is evaluated often
+    "slow game": {  # --bridge-url or --slow-game: steps are slow, so the run is short and is evaluated often
         "total_timesteps": 120_000, "num_envs": 8, "buffer_size": 10_000,
         "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     },
@@ -368,7 +370,7 @@ class ReplayBuffer:
     def set_state(self, state: dict) -> None:
         self.head, self.filled = state["head"], len(state["obs"])
         for name in self.ARRAYS:
-            getattr(self, name)[: self.filled] = state[name]
+            getattr(self, name)[: self.filled] = torch.as_tensor(state[name])
 
 
 # ======================================================================================================================

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import TINY, short_episodes
 
 import bench_racer
+import sac_racer
 from bench_racer import Args, lean, main, run_benchmark
 from racer_env import RacerVectorEnv
-from racer_sim import RacerSim
+from racer_sim import TRACKS, RacerSim
 
 KEYS = {"steps_per_sec", "mean_ms", "p50_ms", "p95_ms", "p99_ms", "passed"}
 QUICK = {"steps": 5, "warmup": 2, "repeats": 1}
@@ -100,7 +103,7 @@ def test_bad_flags_are_named(name, value):
 
 def test_nonsense_is_refused_before_anything_is_measured(tmp_path, capsys):
     assert main(Args(**QUICK, json=tmp_path / "no" / "such" / "folder.json")) == 2
-    assert "cannot be written" in capsys.readouterr().err
+    assert "folder.json" in capsys.readouterr().err
 
 
 def test_the_drivers_do_what_the_rows_say():
@@ -143,13 +146,32 @@ def test_training_is_measured_from_the_start_of_the_process(tmp_path, capsys, mo
     assert "learning" in out and "environment" in out and "a step takes" in out
 
 
-def test_runs_are_reported_by_their_medians():
-    def run(rate, lap):
-        return {"steps_per_sec": rate, "seconds_to_lap": lap, "steps": 1}
+def test_rows_are_reported_by_their_medians():
+    rows = [{"rate": rate, "own": own} for rate, own in ((10.0, "a"), (30.0, "b"), (20.0, "c"))]
+    assert bench_racer.median_row(rows, "rate") == {"rate": 20.0, "own": "c", "spread": 1.0}
 
-    row = bench_racer.median_run("x", [run(10.0, 5.0), run(30.0, 4.0), run(20.0, 9.0)])
-    assert row["steps_per_sec"] == 20 and row["spread"] == 1.0 and row["seconds_to_lap"] == 5.0 and row["runs"] == 3
-    assert bench_racer.median_run("x", [run(10.0, 5.0), run(30.0, None)])["seconds_to_lap"] is None
+
+def test_the_hand_written_driver_has_learned_nothing_and_laps_every_track(tmp_path, capsys):
+    """Its numbers are recorded ones, so that nobody compares with another driver."""
+    path = tmp_path / "out.json"
+    assert main(Args(only=("drivers",), json=path)) == 0
+    rows = json.loads(path.read_text())["drivers"]
+    one, best = rows[::2], rows[1::2]
+    assert [row["track"] for row in one] == list(TRACKS) and {row["label"] for row in one} == {"hand-written"}
+    assert [round(row["flying_lap_sec"], 3) for row in one] == [6.467, 16.150, 16.933]
+    assert [round(row["mean_reward"], 3) for row in one] == [6.627, 2.964, 2.328]
+    for few, most in zip(one, best, strict=True):
+        assert most["mean_reward"] > few["mean_reward"] and most["off_road_share"] < few["off_road_share"]
+    assert "off the road 27.9%" in capsys.readouterr().out
+
+
+def test_a_trained_driver_stands_beside_it_and_what_is_none_is_named(tmp_path, capsys):
+    settings = {**TINY["sac"], "total_timesteps": 512, "config_path": short_episodes(tmp_path, 50)}
+    folder = sac_racer.train(sac_racer.Args(**settings, run_dir=tmp_path))["run_folder"]
+    assert main(Args(only=("drivers",), checkpoint=(Path(folder),), track_id=("track-02",))) == 0
+    assert f"{folder} " in capsys.readouterr().out
+    assert main(Args(only=("drivers",), checkpoint=(tmp_path / "none.pt",))) == 2
+    assert "none.pt does not exist" in capsys.readouterr().err
 
 
 def test_compare_says_what_to_install(monkeypatch):

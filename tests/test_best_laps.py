@@ -10,22 +10,35 @@ import pytest
 from conftest import args_of
 
 import ppo_racer
-from callbacks_lite import BEST_LAP_TICKS, Episode, best_lap_ticks, describe, eval_metrics, evaluate_driver, summarize
+from callbacks_lite import (
+    BEST_LAP_TICKS,
+    BEST_REWARD,
+    Episode,
+    describe,
+    eval_metrics,
+    evaluate_driver,
+    summarize,
+)
 from racer_env import DEFAULT_CONFIG_PATH, RacerVectorEnv, load_config
 from racer_sim import TRACKS, RacerSim
 
 ROOT = Path(__file__).resolve().parent.parent
 FASTEST = ROOT / "ai-config-fastest.json"
 HELD_OUT = [str(ROOT / "tests" / "tracks" / f"{name}.json") for name in ("esses", "hairpin")]
-LAPS = [(kind, track) for kind in ("road", "any") for track in TRACKS]
+LAPS = [(kind, track) for kind in ("clean", "any") for track in TRACKS]
+
+
+def recorded(name: str):
+    actions = np.load(ROOT / "tests" / "golden" / "best-laps" / f"{name}.npz")["actions"]
+    return actions.astype(np.float64)
 
 
 @pytest.mark.parametrize(("kind", "track"), LAPS)
 def test_recorded_inputs_drive_the_best_lap_known(kind, track):
     """From the grid to the end of the lap, on the engine as it is. On the road, if that is the kind."""
-    actions = np.load(ROOT / "tests" / "golden" / "best-laps" / f"{kind}-{track}.npz")["actions"]
+    actions = recorded(f"{kind}-{track}")
     sim, crossings, left_road = RacerSim(1, [track]), [0], [0]
-    for tick, action in enumerate(actions.astype(np.float64), start=1):
+    for tick, action in enumerate(actions, start=1):
         lap = sim.lap[0]
         sim.step(action[None])
         if sim.parts["offTrack"][0] < 0 or sim.parts["wall"][0] < 0:
@@ -34,35 +47,67 @@ def test_recorded_inputs_drive_the_best_lap_known(kind, track):
             crossings.append(tick)
     assert crossings[-1] == len(actions) and len(crossings) >= 3, "the last input ends a flying lap"
     assert crossings[-1] - crossings[-2] == BEST_LAP_TICKS[kind][track]
-    if kind == "road":
+    if kind == "clean":
         assert left_road[-1] <= crossings[-2]
 
 
-def test_the_two_reward_files_differ_in_the_price_of_the_shoulder_alone():
+@pytest.mark.parametrize("track", TRACKS)
+def test_recorded_inputs_earn_the_best_reward_known(track):
+    """A whole episode from the grid with the default rewards."""
+    sim, actions = RacerSim(1, [track]), recorded(f"reward-{track}")
+    earned = sum(sim.step(action[None])[1][0] for action in actions)
+    assert len(actions) == 3000 and earned == pytest.approx(BEST_REWARD[track], abs=0.0005)
+
+
+def episode(track: str, *laps: tuple[int, int], reward: float = 0.0) -> Episode:
+    """Laps as (ticks, ticks off the road), the first one from the standing start."""
+    made = Episode(track)
+    for ticks, off_road in laps:
+        made.rewards += [reward / sum(lap[0] for lap in laps)] * ticks
+        made.off_road += [False] * (ticks - off_road) + [True] * off_road
+        made.finish_lap(ticks, flying=bool(made.laps))
+    return made
+
+
+def test_clean_laps_are_compared_with_the_best_clean_lap_and_all_laps_only_where_the_shoulder_is_free():
     usual, fastest = load_config(DEFAULT_CONFIG_PATH), load_config(FASTEST)
+    best, at_any_price = (BEST_LAP_TICKS[kind]["track-01"] for kind in ("clean", "any"))
+    cutting = [episode("track-01", (500, 0), (2 * best, 0), (best - 1, 9))]
+    result = summarize(cutting, usual)
+    assert result["percent_of_best"] == pytest.approx(50.0) and "(50.0 % of the best)" in describe(result)
+    assert (result["laps"], result["clean_laps"], result["best_clean_lap_sec"]) == (3, 2, pytest.approx(500 / 60))
+    assert result["best_lap_sec"] == pytest.approx((best - 1) / 60)
+    assert result["off_road_share"] == pytest.approx(9 / (500 + 3 * best - 1))
+    assert summarize([episode("track-01", (500, 0), (best - 1, 9))], usual)["percent_of_best"] is None, "not clean"
+    median = (2 * best + best - 1) / 2
+    assert summarize(cutting, fastest)["percent_of_best"] == pytest.approx(100 * at_any_price / median)
     assert fastest["weights"].pop("offTrackPenalty") == 0 > usual["weights"].pop("offTrackPenalty")
-    assert usual == fastest
-    for track in TRACKS:
-        assert best_lap_ticks(track, load_config()) == BEST_LAP_TICKS["road"][track]
-        assert (
-            best_lap_ticks(track, load_config(FASTEST)) == BEST_LAP_TICKS["any"][track] < BEST_LAP_TICKS["road"][track]
-        )
-    assert best_lap_ticks("mine.json", usual | {"weights": {"offTrackPenalty": -0.001}}) is None
+    assert usual == fastest, "the two reward files differ in this price alone"
 
 
-def test_laps_are_shown_as_a_share_of_the_best_known():
-    best = BEST_LAP_TICKS["road"]["track-01"]
-    episode = Episode("track-01", lap_ticks=[500, 2 * best, 2 * best + 10, 2 * best - 10], best_known=best)
-    assert summarize([episode])["percent_of_best"] == pytest.approx(50.0)
-    assert "50.0 % of the best known" in describe(summarize([episode]))
-    cutting = Episode("track-01", lap_ticks=[500, best - 5], best_known=best)  # not on the road, then
-    share = 100 * BEST_LAP_TICKS["any"]["track-01"] / (best - 5)
-    assert summarize([cutting])["percent_of_best"] == pytest.approx(share)
-    whole = Episode("track-02", lap_ticks=[999, 900], best_known=900)
-    unknown = Episode("mine", lap_ticks=[999, 900])
-    assert eval_metrics([episode, whole, unknown])["eval/percent_of_best_lap"] == pytest.approx(75.0)
-    assert "eval/percent_of_best_lap" not in eval_metrics([unknown])
-    assert "best known" not in describe(summarize([unknown]))
+def test_the_reward_is_a_share_of_the_best_known_where_that_means_something():
+    usual, fastest = load_config(DEFAULT_CONFIG_PATH), load_config(FASTEST)
+    half = [episode("track-02", (999, 0), (900, 0), reward=BEST_REWARD["track-02"] / 2)]
+    assert summarize(half, usual)["percent_of_best_reward"] == pytest.approx(50.0)
+    assert summarize(half, fastest)["percent_of_best_reward"] is None, "other rewards"
+    half[0].laps[0] = half[0].laps[0]._replace(flying=True)
+    assert summarize(half, usual)["percent_of_best_reward"] is None, "from anywhere"
+    unknown = summarize([episode("mine", (999, 0), (900, 0))], usual)
+    assert unknown["percent_of_best"] is None and "% of the best" not in describe(unknown)
+
+
+def test_every_track_is_for_itself_and_the_sums_do_not_gain_by_a_failure():
+    config = load_config()
+    first, second = (summarize([episode(t, (500, 0), (400, 0), reward=2.0)], config) for t in ("track-01", "mine.json"))
+    failed = summarize([Episode("mine.json", rewards=[0.0], off_road=[True])], config)
+    metrics = eval_metrics([first, second])
+    assert metrics["eval/mean_lap_time_sec"] == metrics["eval/mine/mean_lap_time_sec"] == pytest.approx(450 / 60)
+    assert metrics["eval/track-01/mean_reward"] == pytest.approx(2.0) and metrics["eval/off_road_share"] == 0
+    metrics = eval_metrics([first, failed])
+    assert not {"eval/mean_lap_time_sec", "eval/best_lap_time_sec", "eval/mine/best_lap_time_sec"} & set(metrics)
+    assert metrics["eval/mean_reward"] == pytest.approx(1.0) and metrics["eval/off_road_share"] == 0.5
+    assert metrics["eval/track-01/best_clean_lap_time_sec"] == pytest.approx(400 / 60)
+    assert not any("track-01" in tag for tag in eval_metrics([first])), "with one track the sums are enough"
 
 
 @pytest.mark.slow

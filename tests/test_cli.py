@@ -81,9 +81,9 @@ def test_a_first_look_at_the_command_line_chooses_the_defaults(name):
     assert usual == module.Args()
     slow = module.PRESETS["slow game"]
     assert dataclasses.replace(usual, **slow) == dataclasses.replace(bridge, bridge_url=())
-    for words in (("--num-envs", "8"), ("--num_envs", "8"), ("--num-envs=8",), ("--num-envs", "8e0")):
-        assert args_of(name, *words) == dataclasses.replace(usual, **slow)
-    assert args_of(name, "--num-envs", "8", "--seed", "3").seed == 3
+    for word in ("--slow-game", "--slow_game"):
+        assert args_of(name, word) == dataclasses.replace(usual, **slow, slow_game=True)
+    assert args_of(name, "--slow-game", "--seed", "3").seed == 3
     several = args_of(name, "--track-id", "track-01", "track-02")
     assert several.start == "anywhere" and several.hidden == 96 and several.num_envs == usual.num_envs
     assert args_of(name, "--track-id", "track-01", "track-02", "--start", "grid").start == "grid"
@@ -113,7 +113,7 @@ def test_a_buffer_has_to_hold_the_steps_that_are_learned_from():
 
 def test_every_track_needs_a_car(tmp_path):
     with pytest.raises(ValueError, match=r"--num-envs is 2; .* a car on every track \(3\)"):
-        make_envs(args_of("ppo", "--track-id", *TRACKS, "--num-envs", 2))
+        make_envs(args_of("ppo", "--track-id", *TRACKS, "--num-envs", 2, "--minibatch-size", 8))
 
 
 def test_a_terminal_that_lacks_a_letter_ends_nothing(tmp_path):

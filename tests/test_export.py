@@ -69,7 +69,7 @@ def test_the_exported_pair_drives_the_same_laps(tmp_path, name):
     agent, drive = export(name, folder, tmp_path / "driver")
     envs = RacerVectorEnv(1)
     (own,), (exported,) = (evaluate(d, envs, ["track-01"]) for d in (agent.drive, drive))
-    assert len(own.lap_ticks) >= 4 and exported.lap_ticks == own.lap_ticks
+    assert len(own.laps) >= 4 and exported.laps == own.laps
 
 
 @one_in_short

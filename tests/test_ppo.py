@@ -391,7 +391,7 @@ TAGS = {
     *(f"reward/{part}" for part in ("progress", "speed", "wall", "offTrack", "backward", "stillness")),
     *(
         f"racer/{name}"
-        for name in ("mean_lap_time_sec", "best_lap_time_sec", "completion_rate", "episodes_this_rollout")
+        for name in ("mean_lap_time_sec", "best_noisy_lap_time_sec", "completion_rate", "episodes_this_rollout")
     ),
     *("rollout/ep_rew_mean", "rollout/ep_len_mean", "time/fps"),
     *("train/learning_rate", "train/entropy_loss", "train/policy_gradient_loss", "train/value_loss", "train/approx_kl"),
@@ -402,7 +402,8 @@ TAGS = {
         "eval/completion_rate",
         "eval/mean_lap_time_sec",
         "eval/best_lap_time_sec",
-        "eval/percent_of_best_lap",
+        "eval/percent_of_best_reward",
+        "eval/off_road_share",
     ),
 }
 
@@ -458,15 +459,15 @@ def test_it_learns_to_drive_laps(tmp_path):
     args = Args(total_timesteps=150_000, num_envs=128, run_dir=tmp_path, tensorboard=False, eval_every=10**9)
     before = evaluate(Agent().drive, RacerVectorEnv(1), ["track-01"])
     result = train(args)
-    after = result["best"]["episodes"][0]
-    assert not before[0].lap_ticks
+    after = result["best"]["results"][0]
+    assert not before[0].laps
     assert after["laps"] >= 4 and after["failures"] == 0
     assert {"best.pt", "racing_line.png", "replay.gif"} <= {p.name for p in Path(result["run_folder"]).iterdir()}
 
 
 def test_one_driver_on_several_tracks(tmp_path):
     result = train(small(tmp_path, track_id=("track-01", "track-02", "track-03"), num_envs=18, minibatch_size=64))
-    assert [r["track"] for r in result["best"]["episodes"]] == ["track-01", "track-02", "track-03"]
+    assert [r["track"] for r in result["best"]["results"]] == ["track-01", "track-02", "track-03"]
 
 
 def test_a_rollout_has_to_hold_a_minibatch():

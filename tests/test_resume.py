@@ -261,9 +261,9 @@ def test_best_pt_is_the_better_driver_that_was_written(lab, tmp_path, monkeypatc
 @mostly_shared
 def test_a_replay_is_drawn_of_the_best_lap_even_if_an_earlier_session_drove_it(lab, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Run, "_draw", lambda self, lap, replay=False: drawn.append((lap, replay)))
-    lap = {"track_id": "track-01", "places": torch.zeros(5, 4).numpy()}
-    monkeypatch.setattr(callbacks_lite, "fastest_lap", lambda episodes: lap)
+    monkeypatch.setattr(Run, "_draw", lambda self, laps, replay=False: drawn.append((laps[0], replay)))
+    lap = {"track_id": "track-01", "places": torch.zeros(5, 7).numpy()}
+    monkeypatch.setattr(callbacks_lite, "fastest_lap", lambda episode: lap)
     lab.train(tmp_path, total_timesteps=512)
     monkeypatch.setattr(callbacks_lite, "score", lambda episodes: -1e9)
     drawn.clear()
@@ -274,8 +274,8 @@ def test_a_replay_is_drawn_of_the_best_lap_even_if_an_earlier_session_drove_it(l
 
 @mostly_shared
 def test_a_picture_that_cannot_be_drawn_costs_a_warning(lab, tmp_path, monkeypatch):
-    lap = {"track_id": "no such track", "places": torch.zeros(5, 4).numpy()}
-    monkeypatch.setattr(callbacks_lite, "fastest_lap", lambda episodes: lap)
+    lap = {"track_id": "no such track", "places": torch.zeros(5, 7).numpy()}
+    monkeypatch.setattr(callbacks_lite, "fastest_lap", lambda episode: lap)
     with pytest.warns(UserWarning, match="no picture of the best lap"):
         assert lab.train(tmp_path, total_timesteps=512)["finished"]
 
@@ -295,7 +295,7 @@ def test_without_its_buffer_sac_goes_on_and_says_what_that_means(tmp_path, capsy
     lab = Lab("sac", tmp_path)
     lab.train(tmp_path, save_buffer=False, total_timesteps=2048)
     assert lab.resume(tmp_path / "run", total_timesteps=4096)["finished"]
-    assert "the checkpoint holds no buffer: the run goes on with a new one" in capsys.readouterr().out
+    assert "the checkpoint holds no buffer: the run has a new one" in capsys.readouterr().out
 
 
 def wait_for_checkpoint(folder: Path, process) -> None:
@@ -447,7 +447,10 @@ def test_training_evaluating_and_resuming_on_a_bridge(lab, tmp_path, good_bridge
     assert result["finished"] and result["steps"] == 600
     assert lab.resume(tmp_path / "run", total_timesteps=800)["steps"] == 800
     (result,) = lab.evaluate(tmp_path / "run", episodes=2, bridge_url=url)
-    assert result["mean_length"] == 60 and "track-01: 2 episodes from the grid" in capsys.readouterr().out
+    assert (
+        result["mean_length"] == 60
+        and "2 episodes a track, from the grid\ntrack-01: 2 episodes, " in capsys.readouterr().out
+    )
 
 
 def test_a_driver_drives_the_same_on_both_backends(lab, straight, good_bridge):

@@ -211,7 +211,7 @@ def test_a_stray_world_size_is_named(monkeypatch, capsys):
 def test_what_processes_cannot_share_is_said(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"--num-envs is 16; it must be a multiple of the number of processes \(3\)"):
-        make_envs(args_of("ppo", num_envs=16))
+        make_envs(args_of("ppo", num_envs=16, minibatch_size=64))
 
 
 def test_a_process_drives_its_part_of_the_fleet():

@@ -102,8 +102,8 @@ def test_the_places_of_an_episode_are_where_the_engine_had_the_car(on_bridge, go
         observations, *_ = envs.step(actions)
         sim.step(actions, observe=False)
         expected.append((sim.x[1], sim.y[1], sim.heading[1], sim.speed[1]))
-    places = envs.last_episode(1)
+    places = envs.places(1, last_episode=True)
     np.testing.assert_array_equal(places, expected)
-    assert np.ptp(envs.last_episode(0)[:, 0]) == 0, "this one stood still"
+    assert np.ptp(envs.places(0, last_episode=True)[:, 0]) == 0, "this one stood still"
     assert draw_lap("track-02", places).shape[2] == 3 and draw_lap("track-02", places, replay=True)[:4] == b"GIF8"
     envs.close()
