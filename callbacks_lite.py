@@ -58,7 +58,7 @@ BEST_LAP_TICKS = {
     "any": {"track-01": 326, "track-02": 892, "track-03": 904},
 }
 # The best rewards known for an episode from the grid with the default config, found and recorded in the same way.
-BEST_REWARD = {"track-01": 7.5, "track-02": 3.05, "track-03": 2.82}
+BEST_REWARD = {"track-01": 7.494, "track-02": 3.047, "track-03": 2.835}
 PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver that the game's authors published
 EVAL_TAGS = {  # in TensorBoard and metrics.csv: what summarize() calls it
     "mean_reward": "mean_reward",

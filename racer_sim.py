@@ -196,25 +196,22 @@ class Track:
         return np.interp(np.mod(s, self.length), self.arc[::CHORDS], widths)
 
     def search(self, x, y):
-        """Projection by brute force: the nearest of samples 2 units apart, as in the game, then of finer ones around it.
+        """Projection by brute force: the nearest of samples 2 units apart, as in the game, then of ever finer ones around it.
 
         -> s, distance, both (N,). Used where the tables cannot promise that one branch of the track is nearest.
         """
         samples, finer = max(100, math.ceil(self.length / 2)), 40
         if self._search_samples is None:
             self._search_samples = self.position(np.arange(samples * finer) * (self.length / (samples * finer)))
-        fine = self._search_samples
-        points = np.stack([x, y], axis=1)
-        slices = (points[i : i + 256] for i in range(0, len(points), 256))  # 256 x some 1,500 distances at a time
+        fine, points = self._search_samples, np.stack([x, y], axis=1)
+        slices = (points[i : i + 256] for i in range(0, len(points), 256))  # 256 x some 1,000 distances at a time
         coarse = np.concatenate([_squared_distances(p, fine[::finer]).argmin(1) for p in slices]) * finer
         window = (coarse[:, None] + np.arange(-finer, finer + 1)) % len(fine)  # (N, 81)
         nearest = window[np.arange(len(x)), ((fine[window] - points[:, None]) ** 2).sum(2).argmin(1)]
-        # The lowest point of the parabola through the three nearest squared distances.
-        around = (nearest[:, None] + np.arange(-1, 2)) % len(fine)
-        before, middle, after = ((fine[around] - points[:, None]) ** 2).sum(2).T
-        offset = 0.5 * (before - after) / (before - 2 * middle + after)
-        s = np.mod((nearest + offset) * (self.length / len(fine)), self.length)
-        return s, np.sqrt(np.maximum(middle - 0.25 * (before - after) * offset, 0))
+        around = nearest[:, None] * (self.length / len(fine)) + np.linspace(-0.05, 0.05, 101)
+        squared = ((self.position(around) - points[:, None]) ** 2).sum(2)
+        best = np.arange(len(x)), squared.argmin(1)
+        return np.mod(around[best], self.length), np.sqrt(squared[best])
 
     # -- walls and gates -----------------------------------------------------------------------------------------------
 
@@ -432,7 +429,9 @@ CHAIN_BITS = 5  # a row is `first << CHAIN_BITS | length`; length 0 means "first
 PAD = MAX_CHAIN + 4  # closed lines are stored with this much overlap, so that a chain never has to wrap
 BLOCK = 8  # tables are built for BLOCK x BLOCK cells at a time
 SAMPLE_SPACING = 2.0  # of the centreline samples that guesses are made from
-UNIQUE_BRANCH = 0.25  # nearer to a centre of curvature than this share of its radius, the projection is searched for
+SUBCELL_RADIUS = SUBCELL * math.sqrt(0.5)
+LEAST_BEND = 0.15  # nearer to a centre of curvature than this share of its radius, the projection is searched for
+LONGEST_STEP = 0.4  # units; a guess that has to be corrected by more is not trusted
 
 
 class Tables:
@@ -556,31 +555,36 @@ class Tables:
         self._pack_wall_lists(np.concatenate(near_cells), np.concatenate(near_walls))
 
     def _project_centres(self, track: Track, points, middle, reach, samples_u, samples):
-        """Nearest spline parameter and its gradient for the points of one block; NaN where it is not unique. -> (3, P)"""
+        """Nearest spline parameter and its gradient for the points of one block; NaN where it is not unique. -> (3, P)
+
+        What is nearest to some point of a subcell is little farther from its centre than what is nearest to that (`within`),
+        and lies about at right angles to it (`zone`). If each of the two is one piece, and none of the zone curves around the
+        car more tightly than the car is far from it, then the distance has a single minimum, wherever in the subcell the car is.
+        """
         to_middle = np.hypot(*(samples - middle).T)
         chosen = np.flatnonzero(to_middle <= to_middle.min() + 2 * reach + 4)
-        squared = _squared_distances(np.float32(points - middle), np.float32(samples[chosen] - middle))
-        nearest = squared.argmin(1)
-        # Another local minimum that could win somewhere in the subcell? (Its neighbours may lie outside of `chosen`.)
-        connected = np.roll(chosen, -1) == (chosen + 1) % len(samples)  # or a break in the run of samples
-        right = np.where(connected, np.roll(squared, -1, 1), np.float32(np.inf))
-        left = np.where(np.roll(connected, 1), np.roll(squared, 1, 1), np.float32(np.inf))
-        point, minimum = np.nonzero((squared <= left) & (squared <= right))
-        away = np.abs(chosen[minimum] - chosen[nearest[point]])
-        other = np.minimum(away, len(samples) - away) * SAMPLE_SPACING > 5
-        point, minimum = point[other], minimum[other]
-        close = np.sqrt(squared[point, minimum]) <= np.sqrt(squared[point, nearest[point]]) + 1.5 * SUBCELL
-        unique = np.ones(len(points), bool)
-        unique[point[close]] = False
+        q, r = track.spline_derivatives(samples_u[chosen])
+        slope = (q * q).sum(1)
+        tangent = q / np.sqrt(slope)[:, None]
+        curvature = (r - (r * tangent).sum(1)[:, None] * tangent) / slope[:, None]  # as a vector to its centre
+        offset, ahead, bend = (  # all (P, S)
+            np.sqrt(_squared_distances(np.float32(points - middle), np.float32(samples[chosen] - middle))),
+            (samples[chosen] * tangent).sum(1) - points @ tangent.T,
+            1 + (samples[chosen] * curvature).sum(1) - points @ curvature.T,  # 0 at the centre of curvature
+        )
+        nearest = offset.argmin(1)
+        within = offset <= offset.min(1)[:, None] + 2 * SUBCELL_RADIUS + 0.2
+        zone = within & (np.abs(ahead) <= SUBCELL_RADIUS + 0.2)
+        tight = bend < SUBCELL_RADIUS * np.hypot(*curvature.T) + LEAST_BEND
+        after_a_gap = np.diff(chosen, prepend=chosen[-1] - len(samples)) != 1
+        pieces = [(those & (after_a_gap | ~np.roll(those, 1, 1))).sum(1) for those in (within, zone)]
+        unique = (pieces[0] <= 1) & (pieces[1] <= 1) & ~(zone & tight).any(1)
         u, length = samples_u[chosen[nearest]], len(track.control_points)
         for _ in range(3):
             p, (q, r) = track.spline(np.mod(u, length)) - points, track.spline_derivatives(np.mod(u, length))
-            slope = (q * q).sum(1)
-            bend = slope + (p * r).sum(1)
-            unique &= bend > UNIQUE_BRANCH * slope
-            u = u - np.where(unique, (p * q).sum(1) / np.where(unique, bend, 1), 0)
-        gradient = q * (SUBCELL / np.where(unique, bend, 1))[:, None]
-        return np.where(unique, np.stack([u, *gradient.T]), np.nan)
+            bend = np.where(unique, (q * q + p * r).sum(1), 1.0)
+            u = u - np.where(unique, (p * q).sum(1) / bend, 0)
+        return np.where(unique, np.stack([u, *(q * (SUBCELL / bend)[:, None]).T]), np.nan)
 
     def _pack_wall_lists(self, subcell, wall) -> None:
         """Pairs (subcell, wall) -> a table of lists of equal width, filled up with the segment that is nowhere."""
@@ -887,7 +891,8 @@ class World:
     def project(self, track, x, y, located):
         """The nearest point of the centreline: its arc length in [0, L), its distance, the road's half-width there.
 
-        The subcell's first-order guess, then one Newton step on the spline itself.
+        The subcell's first-order guess, then one step of Newton's method, corrected for the change of slope (Chebyshev's
+        method), on the spline itself. Where the step is large (near the centre of a tight turn), the place is searched for.
         """
         subcell, dx, dy = located
         u = self.guess_u.take(subcell) + self.guess_ux.take(subcell) * dx + self.guess_uy.take(subcell) * dy
@@ -895,27 +900,38 @@ class World:
         segment = whole.astype(np.intp) + self.segment_start.take(track)
         t = u - whole
         ax, bx, cx, dx, ay, by, cy, dy = (c.take(segment, mode="clip") for c in self.cubic)
+        # p: from the car to the spline, q and r: the spline's first and second derivative
         px, py = ax + t * (bx + t * (cx + t * dx)) - x, ay + t * (by + t * (cy + t * dy)) - y
-        qx, qy = bx + t * (2 * cx + 3 * t * dx), by + t * (2 * cy + 3 * t * dy)
-        rx, ry = 2 * cx + 6 * t * dx, 2 * cy + 6 * t * dy
-        t = t - (px * qx + py * qy) / (qx * qx + qy * qy + px * rx + py * ry)
+        t3 = 3.0 * t
+        rx, ry = t3 * dx, t3 * dy
+        qx, qy = cx + cx + rx, cy + cy + ry
+        rx, ry = qx + rx, qy + ry
+        qx, qy = bx + t * qx, by + t * qy
+        slope = qx * qx + qy * qy
+        bend = slope + px * rx + py * ry
+        step = (px * qx + py * qy) / bend
+        t = t - step * (1.0 + step * (1.5 * (qx * rx + qy * ry) + 3.0 * (px * dx + py * dy)) / bend)
         px, py = ax + t * (bx + t * (cx + t * dx)) - x, ay + t * (by + t * (cy + t * dy)) - y
         distance = np.sqrt(px * px + py * py)
         t = t * CHORDS
-        whole = np.floor(t)
+        whole = np.minimum(np.maximum(np.floor(t), 0.0), CHORDS - 1.0)  # the segment's own chords, if t is outside
         chord = segment * CHORDS + whole.astype(np.intp)
-        s = self.arc.take(chord, mode="clip") + (t - whole) * self.chord.take(chord, mode="clip")
+        t = t - whole
+        s = self.arc.take(chord, mode="clip") + t * self.chord.take(chord, mode="clip")
         half_width = self.width_at_0.take(segment, mode="clip") + self.width_slope.take(segment, mode="clip") * s
         length = self.length.take(track)
-        s = s + length * ((s < -1e-9) - (s >= length - 1e-9).astype(np.float64))
-        s = np.where(np.abs(s) < 1e-9, 0.0, s)  # the start line is exactly 0, as in the game
-        unsure = np.isnan(distance)
-        if unsure.any():  # two branches are about equally near, or the guess is beyond the tables
-            self._search(unsure.nonzero()[0], track, x, y, s, distance, half_width)
+        outside = (s < 1e-9) | (s >= length - 1e-9)
+        if outside.any():
+            over = s[outside]
+            over = over + length[outside] * ((over < -1e-9) - (over >= length[outside] - 1e-9).astype(np.float64))
+            s[outside] = np.where(np.abs(over) < 1e-9, 0.0, over)  # the start line is exactly 0, as in the game
+        sure = (step * step * slope < LONGEST_STEP**2) & (np.abs(t - 0.5) < 0.5005)
+        if not sure.all():  # too long a step, into another segment, or none: two branches are about equally near
+            self._search((~sure).nonzero()[0], track, x, y, s, distance, half_width)
         return s, distance, half_width
 
     def _search(self, cars, track, x, y, s, distance, half_width):
-        for number in np.unique(track[cars]):
+        for number in set(track[cars].tolist()):
             chosen = cars[track[cars] == number]
             s[chosen], distance[chosen] = self.tracks[number].search(x[chosen], y[chosen])
             half_width[chosen] = self.tracks[number].half_width(s[chosen])
@@ -1189,7 +1205,7 @@ class RacerSim:
 
     def step_car(self, actions) -> None:
         """Surface, inputs, steering, force, sliding, move: game steps 1 to 6."""
-        steer, throttle, brake = np.array(actions, dtype=np.float64).T
+        steer, throttle, brake = np.ascontiguousarray(np.transpose(actions), dtype=np.float64)
         speed = self.speed
         # 1. the surface under the car, before it moves
         surface = self.surface()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from slow_engine import SlowTrack
 
-from racer_sim import GATES, TRACKS, RacerSim, Track, load_track
+from racer_sim import GATES, TRACKS, RacerSim, Track, World, load_track
 
 OVAL = [[0, 0, 20], [200, 0, 20], [300, 100, 15], [200, 200, 20], [0, 200, 20], [-100, 100, 20]]
 
@@ -67,6 +67,91 @@ def test_search_agrees_with_the_tables_and_copes_with_ties(pair):
     gap = np.abs(s - theirs) / track.length
     assert np.minimum(gap, 1 - gap).max() < 1e-5
     np.testing.assert_allclose(distance, their_distance, atol=2e-3)
+
+
+def some_track(number: int) -> Track:
+    """A closed loop of random shape, with turns of all kinds."""
+    rng = np.random.default_rng(number)
+    while True:
+        angle = 2 * np.pi * (np.arange(count := int(rng.integers(12, 25))) + rng.uniform(-0.3, 0.3, count)) / count
+        waves = [rng.uniform(0, 0.35) / k * np.cos(k * angle + rng.uniform(0, 6.3)) for k in (2, 3, 4, 5)]
+        loop = (1 + sum(waves)) * np.stack([np.cos(angle), rng.uniform(0.5, 1) * np.sin(angle)])
+        loop *= rng.uniform(1100, 3000) / np.hypot(*np.diff(loop, append=loop[:, :1])).sum()
+        width = rng.uniform(11, 32)
+        try:
+            return Track(f"some-{number}", [(x, y, width) for x, y in loop.T])
+        except ValueError:  # its walls would leave no road
+            continue
+
+
+def places_between_the_walls(track: Track, count: int) -> np.ndarray:
+    """(count, 2): a random one of the lines that begin at a place meets both walls an odd and an even number of times."""
+    rng, found = np.random.default_rng(7), np.empty((0, 2))
+    while len(found) < count:
+        x, y = points = rng.uniform(track.outer.min(0), track.outer.max(0), (count, 2)).T
+        inside = []
+        for line in (track.outer, track.inner):
+            crossed = np.zeros(count, bool)
+            for (ax, ay), (bx, by) in zip(line, np.roll(line, -1, 0), strict=True):
+                if ay != by:
+                    crossed ^= ((ay <= y) != (by <= y)) & (ax + (y - ay) * (bx - ax) / (by - ay) > x)
+            inside.append(crossed)
+        found = np.concatenate([found, points.T[inside[0] & ~inside[1]]])
+    return found[:count]
+
+
+def nearest_by_force(track: Track, points: np.ndarray):
+    """Every local minimum of samples a unit apart that could be the least, each narrowed down in thirds as the game does.
+
+    -> s, distance, by how much the next one is farther, all (N,)
+    """
+    count = int(np.ceil(track.length))
+    step, results = track.length / count, []
+    samples = track.position(np.arange(count) * step)
+    for some in np.array_split(points, len(points) // 400 + 1):
+        near = np.hypot(some[:, None, 0] - samples[:, 0], some[:, None, 1] - samples[:, 1])
+        least = (near <= np.roll(near, 1, 1)) & (near <= np.roll(near, -1, 1))
+        point, sample = np.nonzero(least & (near <= near.min(1)[:, None] + 0.6))
+        low, high = (sample - 1) * step, (sample + 1) * step
+        for _ in range(40):
+            a, b = low + (high - low) / 3, high - (high - low) / 3
+            first = np.hypot(*(track.position(a) - some[point]).T) < np.hypot(*(track.position(b) - some[point]).T)
+            low, high = np.where(first, low, a), np.where(first, b, high)
+        distance = np.hypot(*(track.position((low + high) / 2) - some[point]).T)
+        order = np.lexsort((distance, point))
+        point, s, distance = point[order], (low + high)[order] / 2, distance[order]
+        best = np.flatnonzero(np.diff(point, prepend=-1))
+        others = np.setdiff1d(np.arange(len(point)), best)
+        others = others[np.abs(s[others] - s[best][point[others]]) > 0.5]
+        gap = np.full(len(some), np.inf)
+        np.minimum.at(gap, point[others], distance[others] - distance[best][point[others]])
+        results.append((np.mod(s[best], track.length), distance[best], gap))
+    return tuple(np.concatenate(parts) for parts in zip(*results, strict=True))
+
+
+def assert_projection_is_right(track: Track, count: int) -> None:
+    points, world = places_between_the_walls(track, count), World([track])
+    number = np.zeros(count, np.intp)
+    with np.errstate(all="ignore"):
+        s, distance, half_width = world.project(number, *points.T, world.locate(number, *points.T))
+    true_s, true_distance, gap = nearest_by_force(track, points)
+    clear = gap > 1e-3  # of two branches as near as each other, either will do
+    error = np.abs(np.mod(s - true_s + track.length / 2, track.length) - track.length / 2)
+    assert error[clear].max() < 1e-3 and np.abs(distance - true_distance).max() < 1e-3, points[error.argmax()]
+    np.testing.assert_allclose(half_width[clear], track.half_width(true_s[clear]), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", TRACKS)
+def test_the_projection_is_right_between_the_walls(name):
+    """Where the road turns around a car, or two parts of it are about as near, too."""
+    assert_projection_is_right(load_track(name), 12_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(23))
+def test_the_projection_is_right_at_a_million_places(number):
+    tracks = [*map(load_track, TRACKS), *([some_track(number)] if number >= 3 else [])]
+    assert_projection_is_right(tracks[min(number, 3)], 44_000)
 
 
 def test_a_track_is_built_once_per_process():
