@@ -211,13 +211,13 @@ class LapTimer:
 
     def cross(self, infos: dict) -> tuple[np.ndarray, np.ndarray]:
         """-> the cars that have finished a lap in this tick, and the ticks it took them"""
-        now, ended = final_infos(infos), infos.get("_final_info")
-        crossed = (now["checkpoint"] == 0) & (self.checkpoint != 0)
-        cars = np.flatnonzero(crossed & (now["lap"] > self.lap))
+        now = final_infos(infos)
+        crossed = np.flatnonzero((now["checkpoint"] == 0) & (self.checkpoint != 0))
+        cars = crossed[now["lap"][crossed] > self.lap[crossed]]
         ticks = now["stepCount"][cars] - self.lap_began[cars]
-        self.lap_began = np.where(crossed, now["stepCount"], self.lap_began)
-        if ended is not None:
-            self.lap_began[ended] = 0
+        self.lap_began[crossed] = now["stepCount"][crossed]
+        if "_final_info" in infos:
+            self.lap_began[infos["_final_info"]] = 0
         self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
         return cars, ticks
 
@@ -334,7 +334,7 @@ class Episode:
     off_road: list[bool] = dataclasses.field(default_factory=list)
     laps: list[Lap] = dataclasses.field(default_factory=list)
     terminated: bool = False
-    places: np.ndarray | None = dataclasses.field(default=None, compare=False)  # (ticks + 1, 4), with a render_mode
+    places: np.ndarray | None = dataclasses.field(default=None, compare=False)  # (ticks + 1, 7), with a render_mode
 
     def finish_lap(self, ticks: int, flying: bool) -> None:
         self.laps.append(Lap(ticks, len(self.rewards), sum(self.off_road[-ticks:]), flying))
@@ -376,12 +376,11 @@ def evaluate(
             if failures >= envs.retries:
                 raise BridgeError(f"the bridge failed in an evaluation, for the {failures + 1}. time in a row")
             return evaluate(drive, envs, tracks, seed, whole, failures + 1)
-        ended = terminated | truncated
-        laps = dict(zip(*timer.cross(infos), strict=True))
+        off_road, ended, laps = envs.off_road, terminated | truncated, dict(zip(*timer.cross(infos), strict=True))
         for i in running.nonzero()[0]:
             episode = episodes[i]
             episode.rewards.append(float(rewards[i]))
-            episode.off_road.append(bool(envs.off_road[i]))
+            episode.off_road.append(bool(off_road[i]))
             if i in laps:
                 episode.finish_lap(int(laps[i]), flying=bool(episode.laps) or not envs.starts_on_line)
             repeats = i in laps and not whole and episode.repeats
@@ -399,7 +398,7 @@ def score(episodes: list[Episode]) -> float:
 
 
 def fastest_lap(episode: Episode) -> dict | None:
-    """Where the car was in its fastest lap (ticks + 1, 4), for a picture."""
+    """Where the car was in its fastest lap (ticks + 1, 7), for a picture."""
     if not episode.laps or episode.places is None:
         return None
     lap = min(episode.laps, key=lambda lap: lap.ticks)
@@ -947,16 +946,18 @@ class Run:
             raise FloatingPointError(f"{wrong[0]} after step {self.steps:,}")
 
     def evaluate(self, drive: Callable) -> None:
-        """An episode per track from the grid, without noise; in full at the end. The best driver so far is saved as best.pt."""
+        """An episode per track from the grid, without noise. The best driver so far is saved as best.pt."""
         with self.clock("evaluation"):
             better = from_first(self._evaluate, drive)
         if better is not None:
             before, self.best = self.best, better
             if not self.save("best.pt"):
                 self.best = before
+            elif rank() == 0:
+                self._draw(better["laps"])
 
     def _evaluate(self, drive: Callable) -> dict | None:
-        episodes = evaluate(drive, self.eval_envs, self.args.track_id, whole=self.finished)
+        episodes = evaluate(drive, self.eval_envs, self.args.track_id, whole=False)
         results = [summarize([episode], self.envs.config) for episode in episodes]
         for name, value in eval_metrics(results).items():
             self.logger.record(name, value)
@@ -968,24 +969,24 @@ class Run:
         if score(episodes) <= self.best["score"]:
             return None
         laps = [lap for episode in episodes if (lap := fastest_lap(episode))]
-        self._draw(laps)
         return {"score": score(episodes), "step": self.steps, "results": results, "laps": laps}
 
     def _draw(self, laps: list[dict], replay: bool = False) -> None:
         """A lap of every track as a racing line or as a replay, to TensorBoard and the run folder. Errors only warn."""
         try:
-            for lap in laps:
+            with self.clock("pictures"):
                 from racer_view import draw_lap, save_picture
 
-                name = Path(lap["track_id"]).stem
-                tag, suffix = ("", "") if len(self.args.track_id) == 1 else (f"{name}/", f"-{name}")
-                picture = draw_lap(**lap, replay=replay)
-                if replay:
-                    self.logger.animation(f"eval/{tag}replay", picture, self.steps)
-                    (self.folder / f"replay{suffix}.gif").write_bytes(picture)
-                else:
-                    self.logger.picture(f"eval/{tag}racing_line", picture, self.steps)
-                    save_picture(self.folder / f"racing_line{suffix}.png", picture)
+                for lap in laps:
+                    name = Path(lap["track_id"]).stem
+                    tag, suffix = ("", "") if len(self.args.track_id) == 1 else (f"{name}/", f"-{name}")
+                    picture = draw_lap(**lap, replay=replay)
+                    if replay:
+                        self.logger.animation(f"eval/{tag}replay", picture, self.steps)
+                        (self.folder / f"replay{suffix}.gif").write_bytes(picture)
+                    else:
+                        self.logger.picture(f"eval/{tag}racing_line", picture, self.steps)
+                        save_picture(self.folder / f"racing_line{suffix}.png", picture)
         except Exception as error:  # no Pillow, no room
             warnings.warn(f"no picture of the best lap ({error!r}); training goes on", stacklevel=2)
 

@@ -129,7 +129,7 @@ class Args:
     """where run folders go"""
     run_name: str = ""
     """name of the run folder (default: algorithm, track, seed and time)"""
-    eval_every: Count = 400_000
+    eval_every: Count = 500_000
     """steps between evaluations: an episode per track from the grid, without noise"""
     checkpoint_every: Count = 400_000
     """steps between checkpoints; one comes at the end, on Ctrl+C and if the bridge fails"""

@@ -955,7 +955,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         return tuple(self._camera.picture(i) for i in range(self.num_envs))
 
     def places(self, car: int, last_episode: bool = False) -> np.ndarray:
-        """Where a car was in this episode, or in the last whole one (ticks + 1, 4): x, y, heading, speed. Needs a render_mode."""
+        """Where a car was in this episode, or in the last whole one (ticks + 1, 7): see Camera. Needs a render_mode."""
         return np.array((self._camera.last_episode if last_episode else self._camera.places)[car])
 
     @property

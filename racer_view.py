@@ -5,7 +5,7 @@
 
     1  Painter      one track: runoff, shoulder, road, walls, start line, cars
     2  Camera       what render() shows: the cars of a simulation, and the way they came
-    3  a lap        coloured by speed as a racing line, or driven again in real time as a replay
+    3  a lap        coloured by speed as a racing line, or driven again in real time as a replay with its inputs
 
 y points up, as in the game.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from racer_sim import SHOULDER_WIDTH, TICKS_PER_SECOND, RacerSim, Track, load_track
+from racer_sim import MAX_SPEED, SHOULDER_WIDTH, TICKS_PER_SECOND, RacerSim, Track, load_track
 
 PICTURE_SIZE = 800  # pixels along the longer side of a track
 REPLAY_SIZE = 480
@@ -38,12 +38,15 @@ COLOURS = {
     "outline": (24, 24, 26),
     "trail": (255, 226, 130),
     "text": (255, 255, 255),
+    "steer": (255, 206, 40),
+    "throttle": (96, 190, 98),
+    "brake": (222, 74, 62),
 }
 # From slow to fast.
 SPEED_COLOURS = np.array(
     [(68, 40, 130), (47, 108, 178), (31, 161, 135), (140, 205, 70), (253, 231, 37), (255, 130, 40)]
 )
-SMALLEST_SPEED_RANGE = 40.0  # units/s, so that small changes of speed do not use the full scale
+SPEED_RANGE = (60.0, MAX_SPEED)  # units/s, from the first colour to the last
 GIF_FRAME_TICKS = 3  # 50 ms: a GIF counts in hundredths of a second
 GIF_MAX_SECONDS = 20
 
@@ -150,9 +153,12 @@ painter_of = functools.lru_cache(maxsize=32)(Painter)  # painting a track is slo
 class Camera:
     """Where the cars are and have been. The bridge does not tell positions: there, an embedded twin drives along."""
 
+    PLACE = ("x", "y", "heading", "speed", "steer", "throttle", "brake")
+
     def __init__(self, sim: RacerSim, is_twin: bool):
         self.sim, self.is_twin = sim, is_twin
-        # Per car, of this episode and of the last whole one: x, y, heading, speed at the start and after every tick.
+        # Per car, of this episode and of the last whole one, at the start and after every tick: x, y, heading, speed, and
+        # the car's inputs as it has smoothed them: steer, throttle, brake.
         self.places: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
         self.last_episode: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
 
@@ -169,10 +175,10 @@ class Camera:
             places.append(self._place(i))
 
     def _place(self, car: int) -> tuple:
-        return self.sim.x[car], self.sim.y[car], self.sim.heading[car], self.sim.speed[car]
+        return tuple(getattr(self.sim, name)[car] for name in self.PLACE)
 
     def picture(self, car: int) -> np.ndarray:
-        x, y, heading, _ = self._place(car)
+        x, y, heading, *_ = self._place(car)
         trail = [place[:2] for place in self.places[car][-TRAIL_TICKS:]]
         return painter_of(self.sim.world.tracks[self.sim.track[car]]).picture(x, y, heading, trail)
 
@@ -183,86 +189,94 @@ class Camera:
 
 
 def draw_lap(track_id: str, places: np.ndarray, replay: bool = False):
-    """A lap from the places (T + 1, 4) of its car: x, y, heading, speed. -> (H, W, 3) uint8, or its replay as an encoded GIF"""
-    track, positions, (heading, speed) = load_track(track_id), places[:, :2], places[:, 2:].T
-    if replay:
-        return lap_replay(painter_of(track, REPLAY_SIZE), positions, heading, speed)
-    title = f"{track.name}  {(len(places) - 1) / TICKS_PER_SECOND:.3f} s"
-    return racing_line(painter_of(track), positions, speed, title)
+    """A lap from the places (T + 1, 7) of its car (see Camera). -> (H, W, 3) uint8, or its replay as an encoded GIF"""
+    track = load_track(track_id)
+    return lap_replay(painter_of(track, REPLAY_SIZE), places) if replay else racing_line(painter_of(track), places)
 
 
 def save_picture(path: Path, picture: np.ndarray) -> None:
     Image.fromarray(picture).save(path)
 
 
-def speed_colour(share: float) -> tuple[int, int, int]:
-    place = min(max(share, 0.0), 1.0) * (len(SPEED_COLOURS) - 1)
+def speed_colour(speed: float) -> tuple[int, int, int]:
+    """The same in all pictures, so that they can be compared: the last colour is the car's top speed."""
+    slow, fast = SPEED_RANGE
+    place = min(max((speed - slow) / (fast - slow), 0.0), 1.0) * (len(SPEED_COLOURS) - 1)
     low = min(int(place), len(SPEED_COLOURS) - 2)
     colour = SPEED_COLOURS[low] + (SPEED_COLOURS[low + 1] - SPEED_COLOURS[low]) * (place - low)
     return tuple(int(c) for c in colour)
 
 
-def speed_range(speeds) -> tuple[float, float]:
-    """From the slowest to the fastest of a lap: what the colours stand for."""
-    fastest = float(np.max(speeds))
-    return min(float(np.min(speeds)), fastest - SMALLEST_SPEED_RANGE), fastest
-
-
-def speed_colours(speeds) -> list[tuple[int, int, int]]:
-    slowest, fastest = speed_range(speeds)
-    return [speed_colour((speed - slowest) / (fastest - slowest)) for speed in speeds]
-
-
-def racing_line(painter: Painter, positions, speeds, title: str) -> np.ndarray:
+def racing_line(painter: Painter, places: np.ndarray) -> np.ndarray:
     """A lap on its track, coloured by speed. -> (H, W, 3) uint8"""
     image, pen = painter.canvas()
-    way, colours = painter.to_pixels(positions), speed_colours(speeds)
-    for a, b, colour in zip(way, way[1:], colours, strict=False):
-        pen.line((*a, *b), fill=colour, width=7)
-    _caption(painter, pen, title, *speed_range(speeds))
-    return np.asarray(image.reduce(SCALE))
+    _paint_way(painter, pen, places)
+    picture, pen, unit = _with_caption(image.reduce(SCALE))
+    pen.text((unit, picture.height - 4.6 * unit), f"{painter.track.name}  {_seconds(places)}", **_letters(3.4 * unit))
+    left, top, width = picture.width - 27 * unit, picture.height - 4.2 * unit, round(26 * unit)
+    for i in range(width):
+        speed = SPEED_RANGE[0] + (SPEED_RANGE[1] - SPEED_RANGE[0]) * i / width
+        pen.line((left + i, top, left + i, top + 1.2 * unit), fill=speed_colour(speed))
+    pen.text((left, top + 1.4 * unit), f"{SPEED_RANGE[0]:.0f} to {SPEED_RANGE[1]:.0f} units/s", **_letters(2.3 * unit))
+    return np.asarray(picture)
 
 
-def _caption(painter: Painter, pen, title: str, slowest: float, fastest: float) -> None:
-    """Title and speed scale, where there is most room: in the box that is farthest from road and walls."""
-    (width, height), box = painter.base.size, np.array([470, 120])
-    track = painter.track
-    occupied = [track.outer, track.inner, track.position(np.linspace(0, track.length, 200))]
-    occupied = np.array(painter.to_pixels(np.concatenate(occupied)))
-
-    def room(corner) -> float:
-        outside = np.maximum(np.maximum(corner - occupied, occupied - corner - box), 0)
-        return float(np.hypot(*outside.T).min())
-
-    columns, rows = np.linspace(12, width - box[0] - 12, 12), np.linspace(12, height - box[1] - 12, 12)
-    x, y = max((np.array([x, y]) for x in columns for y in rows), key=room)
-    style = {"fill": COLOURS["text"], "stroke_width": 2, "stroke_fill": COLOURS["outline"]}
-    pen.text((x, y), title, font=ImageFont.load_default(size=34), **style)
-    for i in range(300):
-        pen.line((x + i, y + 56, x + i, y + 74), fill=speed_colour(i / 299))
-    pen.text((x, y + 82), f"{slowest:.0f} to {fastest:.0f} units/s", font=ImageFont.load_default(size=24), **style)
+def _paint_way(painter: Painter, pen, places: np.ndarray) -> None:
+    way = painter.to_pixels(places[:, :2])
+    for a, b, place in zip(way, way[1:], places, strict=False):
+        pen.line((*a, *b), fill=speed_colour(place[3]), width=7)
 
 
-def lap_replay(painter: Painter, positions, headings, speeds) -> bytes:
-    """A lap as an animated GIF in real time: the car drives, its line stays behind it. -> the encoded file"""
+def _with_caption(picture: Image.Image):
+    """The picture with a strip below it: picture, a pen, and the unit of what is in the strip. It reads at a third of its size."""
+    unit = picture.width / 60
+    larger = Image.new("RGB", (picture.width, picture.height + round(5 * unit)), COLOURS["outline"])
+    larger.paste(picture)
+    return larger, ImageDraw.Draw(larger), unit
+
+
+def _letters(size: float) -> dict:
+    return {"font": ImageFont.load_default(size=size), "fill": COLOURS["text"]}
+
+
+def _seconds(places: np.ndarray) -> str:
+    return f"{(len(places) - 1) / TICKS_PER_SECOND:.3f} s"
+
+
+def lap_replay(painter: Painter, places: np.ndarray) -> bytes:
+    """A lap as an animated GIF in real time: the car drives, its line stays behind it; time, speed, inputs. -> the encoded file"""
     image, pen = painter.canvas()
-    way, colours = painter.to_pixels(positions), speed_colours(speeds)
     most_frames = GIF_MAX_SECONDS * TICKS_PER_SECOND // GIF_FRAME_TICKS
-    every = max(GIF_FRAME_TICKS, math.ceil(len(way) / most_frames))
+    every = max(GIF_FRAME_TICKS, math.ceil(len(places) / most_frames))
     frames, palette = [], None
-    for end in range(every, len(way), every):
-        for i in range(end - every, end):
-            pen.line((*way[i], *way[i + 1]), fill=colours[i], width=7)
+    for end in range(every, len(places), every):
+        _paint_way(painter, pen, places[end - every : end + 1])
         frame = image.copy()
-        painter.paint_car(ImageDraw.Draw(frame), *positions[end], headings[end])
-        frame = frame.reduce(SCALE)
+        painter.paint_car(ImageDraw.Draw(frame), *places[end, :3])
+        frame = _with_inputs(frame.reduce(SCALE), places[: end + 1])
         if palette is None:  # one palette for all, of the track with every colour of speed on it
             swatches = frame.copy()
-            for i in range(64):
-                swatches.paste(speed_colour(i / 63), (i * 4, 0, i * 4 + 4, 8))
+            for i, speed in enumerate(np.linspace(*SPEED_RANGE, 64)):
+                swatches.paste(speed_colour(speed), (i * 4, 0, i * 4 + 4, 8))
             palette = swatches.quantize(128)
         frames.append(frame.quantize(palette=palette, dither=Image.Dither.NONE))
     out = io.BytesIO()
     duration_ms = round(1000 * every / TICKS_PER_SECOND / 10) * 10
     frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=duration_ms, loop=0)
     return out.getvalue()
+
+
+def _with_inputs(picture: Image.Image, places: np.ndarray) -> Image.Image:
+    """Time and speed of the last place, and bars: steering to either side of its middle, throttle and brake from the left."""
+    picture, pen, unit = _with_caption(picture)
+    speed, steer, throttle, brake = places[-1, 3:]
+    pen.text((unit, picture.height - 4.6 * unit), f"{_seconds(places)}  {speed:3.0f}/s", **_letters(3.4 * unit))
+    left, width = picture.width - 20 * unit, 19 * unit
+    bars = (("steer", 0.5, 0.5 + steer / 2), ("throttle", 0.0, throttle), ("brake", 0.0, brake))
+    for row, (name, begin, end) in enumerate(bars):
+        top = picture.height - (4.4 - 1.4 * row) * unit
+        begin, end = (left + width * share for share in sorted((begin, end)))
+        pen.rectangle((left, top, left + width, top + unit), fill=COLOURS["road"])
+        pen.rectangle((begin, top, end, top + unit), fill=COLOURS[name])
+        pen.text((left - unit / 2, top + unit / 2), name, anchor="rm", **_letters(1.5 * unit))
+    return picture

@@ -357,6 +357,33 @@ def test_evaluation_times_laps_as_the_engine_does():
     assert [lap.flying for lap in episodes[0].laps] == [False, *[True] * (len(laps[0]) - 1)]
 
 
+def test_an_evaluation_that_stops_when_the_driver_repeats_itself_says_what_the_whole_episode_says():
+    envs, ticks, episodes = RacerVectorEnv(1, render_mode="rgb_array"), [], []
+    for whole in (True, False):
+        given = []
+        episodes += evaluate(lambda obs, given=given: (given.append(1), drive(obs))[1], envs, ["track-01"], whole=whole)
+        ticks.append(len(given))
+    a, b = episodes
+    assert ticks[0] == len(a.rewards) == len(a.off_road) == len(b.rewards) == len(b.off_road) == 3000 > ticks[1] + 500
+    assert sum(b.rewards) == pytest.approx(sum(a.rewards), abs=0.004), "a tick more or less on the last lap"
+    assert abs(sum(a.off_road) - sum(b.off_road)) <= 10 and len(b.laps) == len(a.laps) >= 4
+    for x, y in zip(a.laps, b.laps, strict=True):
+        assert abs(x.ticks - y.ticks) <= 1 and abs(x.end - y.end) <= 5 and x.flying == y.flying
+    assert len(fastest_lap(b)["places"]) == min(lap.ticks for lap in b.laps) + 1, "it was driven"
+
+
+def test_a_driver_that_does_not_repeat_itself_is_driven_to_the_end():
+    envs, given = RacerVectorEnv(1), []
+
+    def ever_faster(obs):
+        given.append(drive(obs))
+        given[-1][:, 1] = obs[:, 9] * 160 < 50 + len(given) / 60
+        return given[-1]
+
+    (episode,) = evaluate(ever_faster, envs, ["track-01"], whole=False)
+    assert len(given) == len(episode.rewards) == 3000 and len({lap.ticks for lap in episode.laps}) > 2
+
+
 def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
     envs = RacerVectorEnv(1, render_mode="rgb_array")
     (episode,) = evaluate(drive, envs, ["track-01"])

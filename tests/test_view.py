@@ -46,44 +46,58 @@ def test_render_without_a_mode_warns_and_returns_nothing():
 
 @pytest.fixture(scope="module")
 def lap():
-    track = load_track("track-03")
-    positions = track.position(np.linspace(0, track.length, 400))
-    tangents = track.tangent(np.linspace(0, track.length, 400))
-    speeds = 100 + 50 * np.sin(np.linspace(0, 6, 400))
-    return Painter(track), positions, np.arctan2(tangents[:, 1], tangents[:, 0]), speeds
+    """A track, and places along it: faster and slower, steering right, with half throttle."""
+    track, s = load_track("track-03"), np.linspace(0, load_track("track-03").length, 400)
+    heading, speed = np.arctan2(*track.tangent(s).T[::-1]), 110 + 45 * np.sin(np.linspace(0, 6, 400))
+    inputs = np.broadcast_to([[1.0], [0.5], [0.0]], (3, 400))
+    return Painter(track), np.column_stack([track.position(s), heading, speed, *inputs])
 
 
 def test_racing_line_is_coloured_by_speed_and_carries_its_title(lap):
-    painter, positions, _, speeds = lap
+    painter, places = lap
     plain = np.asarray(painter.canvas()[0].reduce(SCALE)).astype(int)
-    picture = racing_line(painter, positions, speeds, "track-03  17.000 s").astype(int)
-    assert picture.shape == plain.shape
-    place = lambda i: tuple(int(v / SCALE) for v in painter.to_pixels(positions[i])[0])[::-1]  # noqa: E731
-    for i in (int(speeds.argmax()), int(speeds.argmin())):
-        expected = racer_view.speed_colour((speeds[i] - speeds.min()) / np.ptp(speeds))
-        assert np.abs(picture[place(i)] - expected).max() < 60
-    assert (np.abs(picture - plain).max(2) > 40).sum() > 2000
-    without_title = racing_line(painter, positions, speeds, "").astype(int)
-    assert (np.abs(picture - without_title).max(2) > 40).sum() > 200, "the title is readable"
+    picture = racing_line(painter, places).astype(int)
+    assert picture.shape[1] == plain.shape[1] and picture.shape[0] > plain.shape[0], "a strip for the caption"
+    for i in (places[:, 3].argmax(), places[:, 3].argmin()):
+        place = tuple(int(v / SCALE) for v in painter.to_pixels(places[i, :2])[0])[::-1]
+        assert np.abs(picture[place] - racer_view.speed_colour(places[i, 3])).max() < 60
+    line = picture[: len(plain)]
+    assert (np.abs(line - plain).max(2) > 40).sum() > 2000
+    caption = picture[len(plain) :]
+    assert len(caption) > picture.shape[1] / 15, "readable at a third of its size, as TensorBoard shows it first"
+    assert (caption.min(2) > 200).sum() > 500, "letters"
 
 
-def test_a_lap_at_one_speed_is_not_drawn_as_slow():
-    low, high = racer_view.speed_range([160.0, 159.9])
-    assert high == 160.0 and low == 120.0
+def test_colours_mean_the_same_speed_in_every_picture():
+    """A car at top speed all the way looks like one, and a slow one does not."""
+    fastest, slowest = (tuple(int(v) for v in racer_view.SPEED_COLOURS[i]) for i in (-1, 0))
+    assert racer_view.speed_colour(160.0) == fastest and racer_view.speed_colour(160.0 - 1e-9) != slowest
+    assert racer_view.speed_colour(60.0) == racer_view.speed_colour(3.0) == slowest
 
 
-def test_replay_is_an_animation_in_real_time(lap):
+def test_replay_is_an_animation_in_real_time_with_the_inputs(lap):
     from PIL import Image
 
-    painter, positions, headings, speeds = lap
-    gif = Image.open(io.BytesIO(lap_replay(Painter(painter.track, 240), positions, headings, speeds)))
-    assert gif.format == "GIF" and gif.n_frames == 133 and max(gif.size) <= 242
+    painter, places = lap
+    gif = Image.open(io.BytesIO(lap_replay(Painter(painter.track, 240), places)))
+    assert gif.format == "GIF" and gif.n_frames == 133 and gif.size[0] <= 242
     assert gif.n_frames * gif.info["duration"] / 1000 == pytest.approx(400 / TICKS_PER_SECOND, rel=0.01)
     frames = []
     for i in (10, 60):
         gif.seek(i)
         frames.append(np.asarray(gif.convert("RGB")).astype(int))
-    assert np.abs(frames[0] - frames[1]).max() > 100, "the car moves"
+    unit = gif.size[0] / 60
+    strip = round(gif.size[1] - 5 * unit)
+    assert np.abs(frames[0] - frames[1])[:strip].max() > 100, "the car moves"
+    assert np.abs(frames[0] - frames[1])[strip:, : gif.size[0] // 2].max() > 100, "the clock runs"
+
+    def colour(row, share):
+        x, y = gif.size[0] - 20 * unit + share * 19 * unit, gif.size[1] - (4.4 - 1.4 * row - 0.5) * unit
+        return frames[1][int(y), int(x)]
+
+    shown = [("steer", 0, 0.75), ("road", 0, 0.25), ("throttle", 1, 0.25), ("road", 1, 0.75), ("road", 2, 0.25)]
+    for name, row, share in shown:  # steer is to the right, the throttle half open, the brake off
+        assert np.abs(colour(row, share) - racer_view.COLOURS[name]).max() < 30, (name, row, share)
 
 
 @pytest.mark.parametrize("on_bridge", [False, True])
@@ -95,13 +109,14 @@ def test_the_places_of_an_episode_are_where_the_engine_had_the_car(on_bridge, go
     envs = RacerVectorEnv(2, "track-02", config, url, render_mode="rgb_array")
     observations, _ = envs.reset(seed=0)
     sim = RacerSim(2, ["track-02"])
-    expected = [(sim.x[1], sim.y[1], sim.heading[1], sim.speed[1])]
+    place = lambda: [getattr(sim, name)[1] for name in ("x", "y", "heading", "speed", "steer", "throttle", "brake")]  # noqa: E731
+    expected = [place()]
     for _ in range(90):
         actions = drive(observations)
         actions[0] = 0
         observations, *_ = envs.step(actions)
         sim.step(actions, observe=False)
-        expected.append((sim.x[1], sim.y[1], sim.heading[1], sim.speed[1]))
+        expected.append(place())
     places = envs.places(1, last_episode=True)
     np.testing.assert_array_equal(places, expected)
     assert np.ptp(envs.places(0, last_episode=True)[:, 0]) == 0, "this one stood still"
