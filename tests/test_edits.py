@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from conftest import MODULES, ROOT, TINY, both, flags, load, one_in_short
+from conftest import MODULES, ROOT, TINY, both, flags, load, one_in_short, short_episodes
 
 from racer_env import RacerEnv
 
@@ -37,7 +37,8 @@ def works(monkeypatch, module, name: str, folder) -> None:
         assert module.main() == 0
 
     run = folder / "edited"
-    command(*flags({**TINY[name], "total_timesteps": 2048, "run_dir": folder, "run_name": "edited"}))
+    short = {**TINY[name], "total_timesteps": 2048, "config_path": short_episodes(folder, 300)}
+    command(*flags({**short, "run_dir": folder, "run_name": "edited"}))
     command("--evaluate", run, "--episodes", 1)
     if importlib.util.find_spec("onnx"):  # .ci/run installs it
         command("--export", folder / "driver", "--checkpoint", run)
@@ -81,7 +82,8 @@ def test_a_network_with_another_activation_drives_with_it(monkeypatch, tmp_path,
 def test_old_checkpoints_evaluate_and_resume_with_a_new_flag(monkeypatch, tmp_path, name, capsys):
     old, new = MODULES[name], edited(name, tmp_path, FLAG)
     run = tmp_path / "old"
-    old.train(old.Args(**{**TINY[name], "total_timesteps": 1024, "run_dir": tmp_path, "run_name": "old"}))
+    settings = {**TINY[name], "config_path": short_episodes(tmp_path, 300), "run_name": "old"}
+    old.train(old.Args(**settings, total_timesteps=1024, run_dir=tmp_path))
     for words in (("--evaluate", run, "--episodes", 1), ("--resume", run, "--total-timesteps", 2048)):
         monkeypatch.setattr(sys, "argv", [f"{name}_racer.py", *map(str, words)])
         assert new.main() == 0

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, short_episodes
 
 import ppo_racer
 from callbacks_lite import Clock, evaluate, load_checkpoint, read_csv
@@ -34,7 +34,8 @@ CONFIG = (Path(__file__).parent.parent / "ai-config.json").read_text()
 
 def small(tmp_path, **changes) -> Args:
     """A run of a second or two."""
-    return Args(**{**TINY["ppo"], "total_timesteps": 4096, "run_dir": tmp_path, **changes})
+    settings = {**TINY["ppo"], "config_path": short_episodes(tmp_path, 300)}
+    return Args(**{**settings, "total_timesteps": 4096, "run_dir": tmp_path, **changes})
 
 
 # -- advantages --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, short_episodes
 
 import sac_racer
 from callbacks_lite import load_checkpoint, read_csv
@@ -35,7 +35,8 @@ from sac_racer import (
 
 def small(tmp_path, **changes) -> Args:
     """A run of a second or two."""
-    return Args(**{**TINY["sac"], "total_timesteps": 4096, "run_dir": tmp_path, **changes})
+    settings = {**TINY["sac"], "config_path": short_episodes(tmp_path, 300)}
+    return Args(**{**settings, "total_timesteps": 4096, "run_dir": tmp_path, **changes})
 
 
 def parameters(*nets) -> torch.Tensor:
@@ -338,7 +339,15 @@ def test_it_learns_to_drive_laps(tmp_path):
 
 
 def test_the_tags_of_a_real_run_are_the_promised_ones(tmp_path):
-    result = train(small(tmp_path, config_path=None, total_timesteps=40_000, start="anywhere", log_every=4000))
+    result = train(
+        small(
+            tmp_path,
+            config_path=sac_racer.DEFAULT_CONFIG_PATH,
+            total_timesteps=40_000,
+            start="anywhere",
+            log_every=4000,
+        )
+    )
     columns = set(read_csv(Path(result["run_folder"]) / "metrics.csv")[0])
     promised = {"train/learning_rate", "train/ent_coef", "train/actor_loss", "train/critic_loss", "train/ent_coef_loss"}
     promised |= {"reward/progress", "reward/wall", "rollout/ep_rew_mean", "rollout/ep_len_mean", "time/fps"}
