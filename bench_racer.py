@@ -300,7 +300,7 @@ def sac_learner():
 
     args, generator = trainer.Args(), torch.Generator().manual_seed(0)
     agent, count = trainer.make_agent(args), args.updates * args.batch_size
-    optimizers = trainer.make_optimizers(agent, args.learning_rate)
+    optimizers = trainer.make_optimizers(agent, args)
     shapes = {"obs": (14,), "next_obs": (14,), "actions": (3,), "rewards": (), "discounts": ()}
     samples = {name: torch.rand(count, *shape, generator=generator) for name, shape in shapes.items()}
     return lambda: trainer.update(agent, *optimizers, samples, args, generator), args.updates, count

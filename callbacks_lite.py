@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from racer_env import ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, BridgeError, RacerVectorEnv
+from racer_env import ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, BridgeError, RacerVectorEnv, difference_from_twin
 from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND, TRACKS
 
 # The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
@@ -66,6 +66,7 @@ EVAL_TAGS = {  # in TensorBoard and metrics.csv: what summarize() calls it
     "completion_rate": "completion_rate",
     "off_road_share": "off_road_share",
     "mean_lap_time_sec": "mean_lap_sec",
+    "flying_lap_time_sec": "flying_lap_sec",
     "best_lap_time_sec": "best_lap_sec",
     "best_clean_lap_time_sec": "best_clean_lap_sec",
     "percent_of_best_lap": "percent_of_best",
@@ -239,8 +240,8 @@ class RaceStats(LapTimer):
 
     ARRAYS = ("lap", "checkpoint", "lap_began", "lapped")
 
-    def __init__(self, num_cars: int, max_steps: int):
-        self.num_cars, self.max_steps = num_cars, max_steps
+    def __init__(self, num_cars: int, max_steps: int, patience: int = 0):
+        self.num_cars, self.max_steps, self.patience = num_cars, max_steps, patience
         self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, length it stands for)
         self.best_lap_sec = math.inf
         self.begin({"lap": np.ones(num_cars, np.int64), "checkpoint": np.zeros(num_cars, np.int64)})
@@ -263,6 +264,7 @@ class RaceStats(LapTimer):
 
     def _end_episodes(self, cars, episode: dict) -> None:
         cut = episode.get("cut", np.zeros(self.num_cars, bool))
+        self.rollout["put_back"] += int(np.sum(episode.get("put_back", 0)))
         for i in cars:
             ticks = int(episode["l"][i])
             if ticks:  # none if the bridge failed before the first tick
@@ -275,8 +277,8 @@ class RaceStats(LapTimer):
     def take(self) -> dict:
         """What has happened since the last time."""
         rollout = getattr(self, "rollout", None)
-        self.rollout = {"steps": 0, "counted": 0, "completed": 0, "parts": dict.fromkeys(REWARD_PARTS, 0.0)}
-        self.rollout |= {"lap_times_sec": [], "episodes": []}
+        self.rollout = {"steps": 0, "counted": 0, "completed": 0, "put_back": 0, "lap_times_sec": [], "episodes": []}
+        self.rollout["parts"] = dict.fromkeys(REWARD_PARTS, 0.0)
         return rollout
 
     def log(self, logger: MetricsLogger, rollouts: list[dict]) -> None:
@@ -289,6 +291,8 @@ class RaceStats(LapTimer):
             self.best_lap_sec = min(self.best_lap_sec, *laps)
             logger.record("racer/mean_lap_time_sec", float(np.mean(laps)))
             logger.record("racer/best_noisy_lap_time_sec", min(laps))
+        if self.patience:
+            logger.record("racer/put_back", sum(r["put_back"] for r in rollouts))
         if counted:
             logger.record("racer/completion_rate", completed / counted)
         if episodes:
@@ -815,7 +819,7 @@ class Run:
     def __init__(self, algorithm: str, args, envs: RacerVectorEnv, parts: dict):
         self.algorithm, self.args, self.envs, self.clock = algorithm, args, envs, Clock()
         self.eval_envs: RacerVectorEnv | None = None
-        self.stats = RaceStats(envs.num_envs, envs.config["episode"]["maxSteps"])
+        self.stats = RaceStats(envs.num_envs, envs.config["episode"]["maxSteps"], args.patience)
         self.parts = {**parts, "stats": self.stats}
         self.steps = self._steps_before = 0
         self.best = {"score": -math.inf, "step": 0, "results": [], "laps": []}
@@ -877,10 +881,12 @@ class Run:
 
     def _open(self) -> None:
         """In the first process: what evaluates, logs and shows."""
-        args, resumed = self.args, self.args.resume is not None
-        known = not args.bridge_url or set(args.track_id) <= set(TRACKS)
+        args, resumed, url = self.args, self.args.resume is not None, self.args.bridge_url[:1]
+        differences = [difference_from_twin(track, args.config_path, url[0]) for track in args.track_id if url]
+        difference = next((text for text in differences if text), "")  # then the twin cannot stand for the game
+        known = not url or set(args.track_id) <= set(TRACKS)
         self.eval_envs = RacerVectorEnv(
-            len(args.track_id), args.track_id, args.config_path, args.bridge_url[:1] or None,
+            len(args.track_id), args.track_id, args.config_path, url if difference else None,
             render_mode="rgb_array" if known else None, retries=args.bridge_retries,
         )  # fmt: skip
         self.logger = MetricsLogger(self.folder, self.steps if resumed else None, tensorboard=args.tensorboard)
@@ -890,6 +896,10 @@ class Run:
         text = f"{self.folder}: {args.num_envs} cars on {', '.join(args.track_id)}"
         text += f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
         text += f", {world_size()} processes" if world_size() > 1 else ""
+        if url:
+            text += (
+                f"; evaluated in the game, since {difference}" if difference else "; evaluated on the embedded engine"
+            )
         self.terminal.say(text + (f", going on from step {self.steps:,}" if resumed else ""))
 
     def _on_signal(self, number, _frame) -> None:
@@ -1126,7 +1136,7 @@ def make_envs(args) -> RacerVectorEnv:
     own_urls = urls[place::size] or urls[place % max(len(urls), 1) :][:1]
     return together(
         RacerVectorEnv, cars, args.track_id, args.config_path, own_urls or None, args.start,
-        retries=args.bridge_retries, stagger=True, first_car=place * cars,
+        retries=args.bridge_retries, stagger=True, first_car=place * cars, patience=args.patience,
     )  # fmt: skip
 
 

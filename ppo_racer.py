@@ -89,6 +89,8 @@ class Args:
     """on the embedded engine: the defaults that --bridge-url has"""
     bridge_retries: int = 0
     """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
+    patience: int = 0
+    """put a car back to the start when it has got no farther for so many ticks (as truncated); 0: never"""
     num_envs: Count = 512
     """cars driven at once, all processes together; on a bridge every car is a connection"""
 

@@ -89,6 +89,7 @@ CONNECT_TIMEOUT_S = 10.0
 REPLY_TIMEOUT_S = 30.0
 LONGEST_PAUSE_S = 30.0  # before connecting to a bridge again
 MAX_REPLY_BYTES = 65_536
+TWIN_TICKS, TWIN_TOLERANCE = 240, 1e-4  # the game searches for the arc position to some thousandths of a unit
 BRIDGE_HINT = (
     "Start the game's bridge (in the game's folder: npx tsx src/ai/run-bridge.ts) and check the URL, "
     "or leave the bridge URL out to drive on the embedded engine."
@@ -567,6 +568,33 @@ def make_cars(num_cars: int, track_id, config: dict, bridge_url, start: str, fir
     return BridgeCars(int(num_cars), track_ids, config, urls, first_car)
 
 
+class Patience:
+    """For how many ticks every car has got no farther along the track. Cars that have for `limit` ticks are to be put back."""
+
+    STATE = ("arc", "travelled", "farthest", "waiting")
+
+    def __init__(self, num_cars: int, limit: int):
+        if not isinstance(limit, int) or limit < 0:
+            raise ValueError(f"patience is {limit!r}; it must be a number of ticks, or 0 for no end of it")
+        self.limit = limit
+        self.arc, self.travelled, self.farthest = (np.zeros(num_cars) for _ in range(3))  # in laps
+        self.waiting = np.zeros(num_cars, np.int64)
+
+    def begin(self, cars, observations) -> None:
+        """New episodes of these cars, which are where the observations say."""
+        self.arc[cars], self.travelled[cars], self.farthest[cars], self.waiting[cars] = observations[:, 12], 0, 0, 0
+
+    def at_end(self, observations) -> np.ndarray:
+        """After a tick: which cars are to be put back (N,)."""
+        if not self.limit:
+            return np.zeros(len(self.waiting), bool)
+        gain = observations[:, 12] - self.arc
+        self.arc, self.travelled = observations[:, 12].astype(float), self.travelled + gain - np.rint(gain)
+        self.waiting = np.where(self.travelled > self.farthest, 0, self.waiting + 1)
+        self.farthest = np.maximum(self.farthest, self.travelled)
+        return self.waiting >= self.limit
+
+
 # ======================================================================================================================
 # 4  RacerEnv
 # ======================================================================================================================
@@ -615,7 +643,8 @@ class RacerEnv(gym.Env):
     counts as a lap, wherever the car began.
 
     terminated: slower than stillnessSpeedThreshold for stillnessTimeoutTicks in a row (180). truncated: maxSteps (3000).
-    A finished lap or a crash ends nothing.
+    A finished lap or a crash ends nothing. With `patience`, an episode is also truncated when the car has got no farther along
+    the track for so many ticks: it stands, or drives back.
 
     ## Info
 
@@ -629,6 +658,7 @@ class RacerEnv(gym.Env):
     config_path  reward weights and limits in the game's schema; default ai-config.json
     bridge_url   drive in the real game behind this URL, e.g. "ws://localhost:9876"; default: the embedded engine
     start        "grid" or "anywhere"
+    patience     ticks without getting farther after which an episode is truncated; 0: never
     render_mode  None or "rgb_array": the track, the car and its trail as (H, W, 3) uint8
     """
 
@@ -641,6 +671,7 @@ class RacerEnv(gym.Env):
         bridge_url: str | None = None,
         start: str = "grid",
         render_mode: str | None = None,
+        patience: int = 0,
     ):
         _check_render_mode(render_mode, track_id, bridge_url)
         self.observation_space, self.action_space = observation_space(), action_space()
@@ -653,11 +684,12 @@ class RacerEnv(gym.Env):
                 )
         self.config = load_config(config_path)
         self._cars = make_cars(1, track_id, self.config, bridge_url, start)
+        self._patience = Patience(1, patience)
         self._camera = make_camera(self._cars, self.config) if render_mode else None
         # What gym.make would note: with it, Gymnasium's tools can make another one like this.
         self.spec = copy.deepcopy(gym.spec(ENV_ID))
         arguments = {"track_id": track_id, "config_path": config_path, "bridge_url": bridge_url, "start": start}
-        self.spec.kwargs = {**arguments, "render_mode": render_mode}
+        self.spec.kwargs = {**arguments, "render_mode": render_mode, "patience": patience}
 
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         _check_open(self._state)
@@ -667,6 +699,7 @@ class RacerEnv(gym.Env):
             seeds = [self.np_random_seed if seed is None else seed]
         self._state = "new"
         observations, info = self._cars.reset(np.array([0]), seeds)
+        self._patience.begin([0], observations)
         self._state = "running"
         if self._camera:
             self._camera.reset(np.array([0]))
@@ -679,6 +712,7 @@ class RacerEnv(gym.Env):
             raise ValueError(f"step called, but {what}: call reset() first")
         actions = check_actions(action, (3,))[None]
         observations, rewards, terminated, truncated, info = self._cars.step(actions)
+        truncated = truncated | self._patience.at_end(observations)
         if terminated[0] or truncated[0]:
             self._state = "ended"
         if self._camera:
@@ -715,6 +749,24 @@ def _check_open(state: str) -> None:
         raise ValueError("this environment is closed; make a new one")
 
 
+def difference_from_twin(track_id: str, config_path, bridge_url: str) -> str | None:
+    """Drive the same in the game and on the embedded engine, into a wall too. -> the first difference, None if there is none"""
+    if track_id not in TRACKS:
+        return f"{track_id} is not known here"
+    twin = RacerEnv(track_id, config_path)
+    with contextlib.closing(RacerEnv(track_id, config_path, bridge_url)) as game:
+        for tick in range(TWIN_TICKS + 1):
+            inputs = [0.3 * math.sin(tick / 5), 1.0, 0.0]  # about straight on, and then along the wall
+            results = [env.step(inputs) if tick else env.reset() for env in (game, twin)]
+            a, b = ({**dict(zip(OBS_NAMES, obs, strict=True)), **rest[-1]} for obs, *rest in results)
+            for name in a:
+                if not abs(float(a[name]) - float(b[name])) <= TWIN_TOLERANCE:
+                    return f"{name} on {track_id} is {a[name]:g} after {tick} ticks, {b[name]:g} on the embedded engine"
+            if tick and (results[1][2] or results[1][3]):  # limits shorter than this
+                break
+    return None
+
+
 # ======================================================================================================================
 # 5  RacerVectorEnv
 # ======================================================================================================================
@@ -743,7 +795,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     After a fault with retries left, all cars begin new episodes. The old ones end as truncated, with the last observation
     that came from the game: if the fault was in a step, this step moved nobody and its reward is 0. `bridge_faults`
     counts the faults.
-    infos["episode"]["cut"] marks the episodes that ended before their time, by a fault or by `stagger`.
+    infos["episode"]["cut"] marks the episodes that ended before their time, by a fault or by `stagger`, "put_back" those that
+    `patience` ended.
     """
 
     metadata = {**RacerEnv.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -761,6 +814,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         retries: int = 0,
         stagger: bool = False,
         first_car: int = 0,
+        patience: int = 0,
     ):
         _check_render_mode(render_mode, track_id, bridge_url)
         self.render_mode, self.episode_statistics = render_mode, episode_statistics
@@ -770,7 +824,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self.config = load_config(config_path)
         self._make_cars = lambda: make_cars(num_envs, track_id, self.config, bridge_url, start, first_car)
         self._cars = self._make_cars()
-        self.num_envs = int(num_envs)
+        self.num_envs, self._patience = int(num_envs), Patience(num_envs, patience)
         self.single_observation_space, self.single_action_space = observation_space(), action_space()
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
@@ -799,7 +853,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         """Everything the next step depends on, as plain arrays. Empty on a bridge: the game does not expose its state."""
         if not isinstance(self._cars, EmbeddedCars):
             return {}
-        return {**self._cars.sim.get_state(), **{name: getattr(self, f"_{name}").copy() for name in self.OWN_STATE}}
+        own = {name: getattr(self, f"_{name}").copy() for name in self.OWN_STATE}
+        own |= {name: getattr(self._patience, name).copy() for name in Patience.STATE}
+        return {**self._cars.sim.get_state(), **own}
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
         """Continue from get_state(), bit for bit."""
@@ -815,6 +871,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._cars.sim.set_state(state)
         for name in self.OWN_STATE:
             setattr(self, f"_{name}", np.array(state[name]))
+        for name in set(Patience.STATE) & set(state):
+            setattr(self._patience, name, np.array(state[name]))
         self._started_s = np.full(self.num_envs, time.perf_counter())
         self._state = "running"
         self._observations = self._cars.sim.observe().astype(np.float32)
@@ -832,7 +890,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         except BridgeError as error:
             self._observations, self._progress = self._reconnect(error)
         self._state = "running"
-        self._begin_episodes(everyone)
+        self._begin_episodes(everyone, self._observations)
         return self._observations.copy(), _with_masks(self._progress, self._all_cars)
 
     def _seeds(self, seed) -> list[int | None] | None:
@@ -864,15 +922,16 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         except BridgeError as error:
             first = self._reconnect(error)
             observations, rewards, terminated, truncated, info = self._stand_still()
-            cut = self._all_cars
+            cut, put_back = self._all_cars, ~self._all_cars
         else:
             self._failures_in_a_row = 0
             self._returns += rewards
             self._lengths += 1
             cut = self._lengths >= self._limits
+            put_back = self._patience.at_end(observations) & ~(terminated | truncated)
             if self._camera:
                 self._camera.follow(actions)
-        done = terminated | truncated | cut
+        done = terminated | truncated | cut | put_back
         if done.any() and first is None:
             try:
                 first = self._cars.reset(np.flatnonzero(done))
@@ -883,7 +942,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         if first is None:
             infos = _with_masks(info, self._all_cars)
         else:
-            observations, infos = self._end_episodes(done, cut, observations, info, *first)
+            observations, infos = self._end_episodes(done, cut, put_back, observations, info, *first)
         self._observations = observations
         return observations.copy(), rewards, terminated, truncated | (done & ~terminated), infos
 
@@ -913,7 +972,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                 error = again
         raise error
 
-    def _end_episodes(self, done, cut, observations, info, first_observations, first_info):
+    def _end_episodes(self, done, cut, put_back, observations, info, first_observations, first_info):
         """Same-step autoreset of the cars that are done. -> observations and infos as SyncVectorEnv gives them"""
         final_obs = np.full(self.num_envs, None, dtype=object)
         for i in np.flatnonzero(done):
@@ -926,11 +985,13 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             totals = {"r": self._returns, "l": self._lengths, "t": elapsed}
             infos["episode"] = {key: np.where(done, value, value.dtype.type(0)) for key, value in totals.items()}
             if cut.any():
-                infos["episode"]["cut"] = cut & (self._lengths < self.config["episode"]["maxSteps"])
+                infos["episode"]["cut"] = cut & ~put_back & (self._lengths < self.config["episode"]["maxSteps"])
+            if put_back.any():
+                infos["episode"]["put_back"] = put_back
             infos["_episode"] = done & (self._lengths > 0)
         cars = np.flatnonzero(done)
         self._limits[cars] = NO_LIMIT
-        self._begin_episodes(cars)
+        self._begin_episodes(cars, first_observations)
         observations = observations.copy()
         observations[cars] = first_observations
         for key, value in info.items():
@@ -943,7 +1004,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                 infos[key], infos[f"_{key}"] = np.where(done, value.dtype.type(0), value), ~done
         return observations, infos
 
-    def _begin_episodes(self, cars) -> None:
+    def _begin_episodes(self, cars, observations) -> None:
+        self._patience.begin(cars, observations)
         self._returns[cars], self._lengths[cars], self._started_s[cars] = 0.0, 0, time.perf_counter()
         if self._camera:
             self._camera.reset(cars)

@@ -90,6 +90,8 @@ class Args:
     """on the embedded engine: the defaults that --bridge-url has"""
     bridge_retries: int = 0
     """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
+    patience: int = 0
+    """put a car back to the start when it has got no farther for so many ticks (as truncated); 0: never"""
     num_envs: Count = 64
     """cars driven at once, all processes together; on a bridge every car is a connection"""
 
@@ -108,6 +110,8 @@ class Args:
     """let alpha learn to hold the entropy at --target-entropy; otherwise it stays as it was at the start"""
     target_entropy: float = -6.0
     """entropy of the three actions in [-1, 1] that alpha holds; lower gives a less random policy in the end"""
+    noise_memory: float = 0.0
+    """share of a choice's noise that is kept for the next one; with it, cars try things out for longer than a choice"""
     init_std: float = 0.5
     """first standard deviation of the actions before squashing; learned from then on, for every state"""
     init_throttle: float = 1.0
@@ -117,7 +121,9 @@ class Args:
 
     # -- optimisation
     learning_rate: float = 1e-3
-    """Adam's step size at the start"""
+    """Adam's step size at the start, for critics and alpha"""
+    actor_learning_rate: float = 1e-3
+    """the same for the actor: a slow one does not outrun what the critics know"""
     anneal_lr: bool = True
     """let the learning rate fall to 0 over the run"""
     buffer_size: Count = 30_000
@@ -165,13 +171,14 @@ class Args:
 
 PRESETS = {  # other defaults, for commands that ask for them
     "slow game": {  # --bridge-url or --slow-game: steps are slow, so the run is short and is evaluated often
-        "total_timesteps": 120_000, "num_envs": 8, "buffer_size": 10_000,
+        "total_timesteps": 60_000, "num_envs": 8, "patience": 90, "buffer_size": 10_000, "learning_starts": 3_500,
+        "actor_learning_rate": 8e-5, "tau": 0.1, "init_alpha": 0.001, "noise_memory": 0.8,
         "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
 }  # fmt: skip
 LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
-MOST_THROTTLE = 0.9  # where --init-throttle ends, of [-1, 1]: at 1 the mean before squashing would be infinite
+MOST_THROTTLE = 0.99  # where --init-throttle ends, of [-1, 1]: at 1 the mean before squashing would be infinite
 
 # ======================================================================================================================
 # Agent
@@ -316,6 +323,24 @@ def drive(envs: RacerVectorEnv, inputs: np.ndarray, ticks: int, gamma: float, ru
     return Transition(obs, next_obs, rewards, discounts * ~terminated, ~going_on)
 
 
+class Noise:
+    """Standard normal numbers for all cars' choices. Each is `memory` of the last one, and the rest is new."""
+
+    def __init__(self, num_envs: int, memory: float):
+        self.memory, self.last = memory, torch.zeros(num_envs, len(ACTION_LOW))
+
+    def draw(self, generator: torch.Generator) -> torch.Tensor:
+        fresh = torch.randn(self.last.shape, generator=generator)
+        self.last = self.memory * self.last + math.sqrt(1 - self.memory**2) * fresh
+        return self.last
+
+    def get_state(self) -> dict:
+        return {"last": self.last}
+
+    def set_state(self, state: dict) -> None:
+        self.last = torch.as_tensor(state["last"])
+
+
 class ReplayBuffer:
     """The last choices of all cars, a ring (T, N): raw observations, raw rewards. They are normalised and scaled when drawn."""
 
@@ -397,10 +422,10 @@ def alpha_loss(log_alpha, logprobs, target_entropy: float):
     return -(log_alpha.exp() * (logprobs.mean() + target_entropy))
 
 
-def make_optimizers(agent: Agent, learning_rate: float) -> tuple[torch.optim.Adam, torch.optim.Adam]:
+def make_optimizers(agent: Agent, args: Args) -> tuple[torch.optim.Adam, torch.optim.Adam]:
     """Of the actor and alpha, and of the critics. With one for all, momentum would move the actor in the steps that skip it."""
-    actor = [agent.log_alpha, *agent.actor.parameters()]
-    return tuple(torch.optim.Adam(p, lr=learning_rate, fused=True) for p in (actor, [*agent.critics.parameters()]))
+    actor = [{"params": agent.actor.parameters(), "lr": args.actor_learning_rate}, {"params": [agent.log_alpha]}]
+    return tuple(torch.optim.Adam(p, lr=args.learning_rate, fused=True) for p in (actor, agent.critics.parameters()))
 
 
 def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args: Args, generator) -> dict[str, float]:
@@ -432,7 +457,7 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
             loss = actor_loss(agent.values(agent.critics, mb_obs, new_actions), logprobs, alpha)
             temperature_loss = alpha_loss(agent.log_alpha, logprobs.detach(), args.target_entropy)
             actor_optimizer.zero_grad()
-            own = actor_optimizer.param_groups[0]["params"]  # the critics do not learn from what the actor asks them
+            own = [*agent.actor.parameters(), agent.log_alpha]  # the critics do not learn from what the actor asks them
             (loss + temperature_loss if args.autotune else loss).backward(inputs=own)
             average_gradients(actor_optimizer)
             actor_optimizer.step()
@@ -461,24 +486,25 @@ def train(args: Args) -> dict:
     torch.set_num_threads(1)  # the other core drives the cars
     envs = make_envs(args)
     agent = make_agent(args)
-    actor_optimizer, critic_optimizer = make_optimizers(agent, args.learning_rate)
+    actor_optimizer, critic_optimizer = make_optimizers(agent, args)
     scaler = RewardScaler(args.gamma**args.action_repeat, envs.track_lengths)
     generator = make_generator(args.seed)
+    noise = Noise(envs.num_envs, args.noise_memory)
     buffer = ReplayBuffer(args.buffer_size // world_size(), envs.num_envs)
     batch_size = math.ceil(args.batch_size / world_size())  # every process draws its share
     parts = {"agent": agent, "actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer, "scaler": scaler}
-    parts |= {"envs": envs, "generator": generator, "buffer": buffer if args.save_buffer else None}
+    parts |= {"envs": envs, "generator": generator, "noise": noise, "buffer": buffer if args.save_buffer else None}
     with Run("sac", args, envs, parts) as run, ThreadPoolExecutor(1) as other_core:  # restores the parts on --resume
         while not run.done:
             if args.anneal_lr:
-                for optimizer in (actor_optimizer, critic_optimizer):
-                    optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.progress)
+                groups = (*actor_optimizer.param_groups, *critic_optimizer.param_groups)  # actor, alpha, critics
+                for group, rate in zip(groups, (args.actor_learning_rate, *[args.learning_rate] * 2), strict=True):
+                    group["lr"] = rate * (1 - run.progress)
             history = []
             for _ in range(args.choices_per_iteration):
                 obs = torch.from_numpy(envs.observations)
                 with run.clock("policy"), torch.no_grad():
-                    noise = torch.randn(envs.num_envs, len(ACTION_LOW), generator=generator)
-                    actions, _ = agent.sample(agent.normalize(obs), noise)
+                    actions, _ = agent.sample(agent.normalize(obs), noise.draw(generator))
                     inputs = to_inputs(actions).numpy()
                 driving = other_core.submit(drive, envs, inputs, args.action_repeat, args.gamma, run)
                 if learns(buffer, args):
@@ -490,7 +516,7 @@ def train(args: Args) -> dict:
                     transition = driving.result()
                 buffer.add(obs, actions, transition)
                 scaler.update(transition.rewards[None], transition.ended[None], all_gather)
-            metrics = mean_metrics(history) | {"train/learning_rate": actor_optimizer.param_groups[0]["lr"]}
+            metrics = mean_metrics(history) | {"train/learning_rate": critic_optimizer.param_groups[0]["lr"]}
             run.advance(args.choices_per_iteration * args.steps_per_choice, metrics)
             if run.due(args.eval_every):
                 run.evaluate(agent.drive)  # the best driver is saved as best.pt

@@ -3,6 +3,7 @@
     python tests/bridge_server.py                             # a well-behaved bridge on a free port; prints its URL
     python tests/bridge_server.py --port 9876                 # where the game's own would be
     python tests/bridge_server.py --fault stall --after 20    # the 21st step of each connection gets no reply
+    python tests/bridge_server.py --tick-ms 0.5               # as slow as the game
 
 It answers bad requests as the real server was seen to: see the branches of `answer`.
 """
@@ -16,6 +17,7 @@ import math
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
@@ -23,6 +25,7 @@ import numpy as np
 import websockets
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import racer_sim
 from racer_sim import DEFAULT_CONFIG, TRACKS, RacerSim
 
 # What is sent instead of a step's reply. A function of the proper reply (a dict) gives text or bytes.
@@ -129,6 +132,8 @@ async def serve_car(connection, options) -> None:
         async for text in connection:
             reply = answer(session, text)
             if reply["type"] == "step_result":
+                time.sleep(options.tick_ms / 1e3)  # one tick at a time, as the game computes them
+            if reply["type"] == "step_result":
                 if fault and steps >= after:
                     if not await misbehave(connection, fault, reply):
                         return
@@ -204,10 +209,14 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--fault", choices=FAULTS, help="what to do instead of answering a step")
     parser.add_argument("--after", type=int, default=0, help="how many steps of a connection are served well first")
+    parser.add_argument("--tick-ms", type=float, default=0.0, help="how long a step takes")
+    parser.add_argument("--engine-force", type=float, help="be a game with other physics")
     parser.add_argument("--raw", choices=RAW, help="be a server of another kind")
     parser.add_argument("--together", type=int, default=1, help="answer nobody before this many requests are there")
     options = parser.parse_args()
     options.held = []
+    if options.engine_force:
+        racer_sim.ENGINE_FORCE = options.engine_force
     if options.raw:
         serve_raw(options.port, RAW[options.raw])
     asyncio.run(serve(options))

@@ -16,7 +16,8 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import racer_env
-from racer_env import BridgeError, RacerEnv, RacerVectorEnv
+from racer_env import BridgeError, RacerEnv, RacerVectorEnv, difference_from_twin
+from racer_sim import TRACKS, RacerSim
 
 GO = np.array([0.0, 1.0, 0.0])
 
@@ -288,6 +289,24 @@ def test_an_environment_can_be_made_again_after_a_failure(bridge):
             for _ in range(4):
                 env.step(GO)
         env.close()
+
+
+# -- the twin ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_game_and_the_embedded_engine_are_compared_into_a_wall(good_bridge, bridge):
+    for track in TRACKS:
+        assert difference_from_twin(track, None, good_bridge.url) is None
+        sim = RacerSim(1, [track])
+        touched = [
+            sim.step(np.array([[0.3 * np.sin(t / 5), 1.0, 0.0]])) and sim.wall_contact[0]
+            for t in range(1, racer_env.TWIN_TICKS + 1)
+        ]
+        assert any(touched), "the wall is a part of the comparison"
+    other = bridge("--engine-force", "56000").url
+    said = difference_from_twin("track-01", None, other)
+    assert re.fullmatch(r"\w+ on track-01 is \S+ after \d+ ticks, \S+ on the embedded engine", said), said
+    assert difference_from_twin("track-77", None, good_bridge.url) == "track-77 is not known here"
 
 
 # -- after a fault -----------------------------------------------------------------------------------------------------

@@ -328,6 +328,66 @@ def test_staggered_first_episodes_end_at_different_times_and_say_so(short):
     assert [c[0] for c in cuts] == [e[0] < 40 for e in ends] and not any(any(c[1:]) for c in cuts)
 
 
+def backward(cars: int) -> np.ndarray:
+    """Full lock at full throttle: a car turns round and gets nowhere."""
+    return np.tile([1.0, 1.0, 0.0], (cars, 1))
+
+
+@pytest.mark.parametrize("on_bridge", [False, True])
+def test_a_car_that_gets_no_farther_is_put_back_as_truncated_with_its_true_last_observation(on_bridge, good_bridge):
+    url = good_bridge.url if on_bridge else None
+    envs, free = RacerVectorEnv(2, bridge_url=url, patience=60), RacerVectorEnv(2)
+    first, _ = envs.reset(seed=0)
+    free.reset(seed=0)
+    travelled, farthest, waited, put_back = 0.0, 0.0, 0, False
+    for _ in range(400):
+        actions = backward(2)
+        actions[1] = [0.0, 1.0, 0.0] if not put_back else [0.0, 0.5, 0.0]
+        last, observations = first[0][12], envs.observations
+        a, b = envs.step(actions), free.step(actions)
+        gain = b[0][0][12] - observations[0][12]
+        travelled += gain - np.rint(gain)
+        waited = 0 if travelled > farthest else waited + 1
+        farthest, put_back = max(farthest, travelled), waited == 60
+        assert a[3].tolist() == [put_back, False] and not a[2].any()
+        if put_back:
+            break
+        np.testing.assert_array_equal(a[0], b[0])
+    assert put_back and last == first[0][12]
+    np.testing.assert_array_equal(a[4]["final_obs"][0], b[0][0])
+    np.testing.assert_array_equal(a[0][0], first[0], err_msg="on the grid again")
+    assert a[4]["episode"]["put_back"].tolist() == [True, False] and "cut" not in a[4]["episode"]
+    envs.close()
+
+
+def test_one_car_has_the_same_patience():
+    env, envs = RacerEnv(patience=60), RacerVectorEnv(1, patience=60)
+    env.reset(seed=0), envs.reset(seed=0)
+    ticks = 0
+    while ticks < 499:
+        ticks += 1
+        _, _, terminated, truncated, _ = env.step(backward(1)[0])
+        assert truncated == envs.step(backward(1))[3][0] and not terminated
+        if truncated:
+            break
+    assert 60 < ticks < 499
+    with pytest.raises(ValueError, match="patience is -1; it must be a number of ticks"):
+        RacerEnv(patience=-1)
+
+
+def test_patience_goes_on_after_a_resume_and_a_new_episode_has_a_new_one(short):
+    a, b = (RacerVectorEnv(3, config_path=short, start="anywhere", patience=30) for _ in range(2))
+    a.reset(seed=0), b.reset(seed=5)
+    for tick in range(200):
+        if tick == 50:
+            b.set_state(a.get_state())
+        actions = backward(3) * (tick % 40 > 10)
+        x, y = a.step(actions), b.step(actions)
+        assert tick < 50 or (x[3] == y[3]).all()
+    for name in racer_env.Patience.STATE:
+        np.testing.assert_array_equal(getattr(a._patience, name), getattr(b._patience, name))
+
+
 def test_what_infos_hold_is_the_user_s_own(short):
     """Writing into anything a step returned changes nothing in the cars."""
     a, b = (RacerVectorEnv(3, config_path=short) for _ in range(2))

@@ -331,6 +331,20 @@ def test_what_happened_in_another_process_counts_as_ones_own(tmp_path):
     assert not second.take()["episodes"], "told once"
 
 
+def test_cars_that_were_put_back_are_counted_and_stand_for_themselves(tmp_path):
+    stats = RaceStats(2, 3000, patience=90)
+    stats.step(make_infos([1, 1], [5, 5], [499, 499]))
+    assert logged(stats, tmp_path)["racer/put_back"] == 0
+    final = {"lap": np.array([1, 0]), "checkpoint": np.array([3, 0]), "stepCount": np.array([500, 0])}
+    infos = make_infos([1, 1], [0, 6], [0, 500], ended=[True, False], final=final, returns=[1.0, 0.0])
+    infos["episode"]["put_back"] = np.array([True, False])
+    stats.step(infos)
+    values = logged(stats, tmp_path)
+    assert (
+        values["racer/put_back"] == 1 and values["rollout/ep_len_mean"] == 500 and values["racer/completion_rate"] == 0
+    )
+
+
 def test_an_episode_of_no_ticks_is_none(tmp_path):
     """A bridge can fail before the first one."""
     stats = RaceStats(1, 3000)

@@ -18,6 +18,7 @@ from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE
 from sac_racer import (
     Agent,
     Args,
+    Noise,
     ReplayBuffer,
     Transition,
     actor_loss,
@@ -193,6 +194,40 @@ def test_the_ring_forgets_the_oldest_and_windows_never_cross_its_seam():
     assert counts[counts > 0].min() > 0.9 * 10_000, "all alike"
 
 
+def test_noise_remembers_and_is_standard_normal_all_the_same():
+    for memory in (0.0, 0.8):
+        noise, generator = Noise(2000, memory), torch.Generator().manual_seed(0)
+        draws = torch.stack([noise.draw(generator) for _ in range(60)])[30:]
+        assert draws.std().item() == pytest.approx(1.0, abs=0.02) and draws.mean().item() == pytest.approx(0, abs=0.02)
+        for lag in (1, 3):
+            product = (draws[lag:] * draws[:-lag]).mean().item()
+            assert product == pytest.approx(memory**lag, abs=0.03), "each car and choice for itself"
+        assert (draws[0, :-1] * draws[0, 1:]).mean().abs() < 0.05
+    first, second = Noise(3, 0.8), Noise(3, 0.8)
+    first.draw(generator)
+    second.set_state(first.get_state())
+    state = generator.get_state()
+    a = first.draw(generator)
+    generator.set_state(state)
+    assert torch.equal(a, second.draw(generator))
+
+
+def test_the_actor_has_a_rate_of_its_own_and_all_fall_over_the_run(tmp_path, monkeypatch):
+    rates, real = [], sac_racer.update
+
+    def update(agent, actor_optimizer, critic_optimizer, *rest):
+        groups = (*actor_optimizer.param_groups, *critic_optimizer.param_groups)
+        rates.append([group["lr"] for group in groups])
+        return real(agent, actor_optimizer, critic_optimizer, *rest)
+
+    monkeypatch.setattr(sac_racer, "update", update)
+    train(small(tmp_path, learning_rate=1e-3, actor_learning_rate=1e-4, total_timesteps=2048, run_name="a"))
+    np.testing.assert_allclose(
+        np.array(rates) / rates[0][1], np.outer([r[1] for r in rates], [0.1, 1, 1]) / rates[0][1]
+    )
+    assert rates[0][1] == pytest.approx(7.5e-4) and rates[-1][1] == pytest.approx(2.5e-4)
+
+
 def test_rewards_are_scaled_by_car_when_they_are_drawn():
     buffer = ReplayBuffer(24, 2)
     fill(buffer, 4)
@@ -271,7 +306,7 @@ def make_samples(count=6, size=32, seed=0) -> dict[str, torch.Tensor]:
 
 def run_update(agent, samples=None, optimizers=None, **changes):
     args = Args(**{"batch_size": 32, "updates": 6, **changes})
-    optimizers = optimizers or make_optimizers(agent, args.learning_rate)
+    optimizers = optimizers or make_optimizers(agent, args)
     return update(agent, *optimizers, samples or make_samples(args.updates), args, torch.Generator().manual_seed(0))
 
 
@@ -279,7 +314,7 @@ def test_the_actors_loss_leaves_the_critics_alone_and_theirs_the_actor():
     for frozen in (0, 1):
         torch.manual_seed(0)
         agent = Agent()
-        optimizers = make_optimizers(agent, 1e-2)
+        optimizers = make_optimizers(agent, Args(learning_rate=1e-2, actor_learning_rate=1e-2))
         optimizers[frozen].step = lambda: None
         before = parameters(agent.actor), parameters(agent.critics)
         run_update(agent, optimizers=optimizers)
@@ -293,7 +328,7 @@ def test_the_critics_learn_the_targets_and_the_actor_what_they_value():
     agent, samples = Agent(init_alpha=1e-6), make_samples(count=30)
     samples["discounts"] = torch.zeros_like(samples["discounts"])
     samples["rewards"] = samples["actions"][:, 0] - samples["actions"][:, 1]  # steering right is good, throttle is bad
-    optimizers = make_optimizers(agent, 3e-3)
+    optimizers = make_optimizers(agent, Args(learning_rate=3e-3, actor_learning_rate=3e-3))
     losses = [
         run_update(agent, samples, optimizers, updates=30, tau=1.0, autotune=False)["train/critic_loss"]
         for _ in range(15)
@@ -321,7 +356,7 @@ def test_alpha_learns_only_with_autotune_and_the_actor_every_policy_frequency_th
     steps = []
     for frequency in (1, 3):
         agent = Agent()
-        optimizers = make_optimizers(agent, 1e-3)
+        optimizers = make_optimizers(agent, Args(learning_rate=1e-3, actor_learning_rate=1e-3))
         run_update(agent, optimizers=optimizers, policy_frequency=frequency)
         steps.append([int(list(o.state.values())[-1]["step"]) for o in optimizers])
     assert steps == [[6, 6], [2, 6]]

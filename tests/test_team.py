@@ -228,8 +228,7 @@ def test_a_process_drives_its_part_of_the_fleet():
 
 
 @pytest.mark.slow
-@both
-def test_a_run_goes_on_with_another_number_of_processes(launch, tmp_path, name):
+def test_a_run_goes_on_with_another_number_of_processes(launch, tmp_path, name="ppo"):
     finish(launch(name))
     before = load(name, tmp_path / "a")["parts"]
     result = resume(name, tmp_path / "a", total_timesteps=5120)
@@ -281,8 +280,11 @@ def test_a_process_that_dies_ends_the_run_and_says_how_to_go_on(launch, tmp_path
 @linux
 @pytest.mark.timeout(180)
 def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
-    """Nothing closes its connections, as when a machine loses its power."""
-    process = launch("ppo", total_timesteps=10**8)
+    """Nothing closes its connections, as when a machine loses its power. (With a shorter patience than usual.)"""
+    script = tmp_path / "impatient.py"
+    script.write_text("import callbacks_lite as c, ppo_racer\nc.ANSWER_TIMEOUT_S = 6.0\nc.leave(ppo_racer.main())\n")
+    assert callbacks_lite.ANSWER_TIMEOUT_S < 60
+    process = launch("ppo", script=script, total_timesteps=10**8)
     wait_for((tmp_path / "a" / "checkpoint.pt").exists, process)
     os.kill(worker_pids(process.pid)[1], signal.SIGSTOP)
     stopped = time.monotonic()
@@ -341,7 +343,7 @@ def test_ctrl_c_stops_all_processes_together_with_one_checkpoint(launch, tmp_pat
 @pytest.mark.slow
 @both
 def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_all(launch, tmp_path, name):
-    good, dying = Server(), Server("--fault", "die", "--after", "120")
+    good, dying = Server(), Server("--fault", "die", "--after", "250")
     short = {"num_envs": 4, "start": "grid", "total_timesteps": 2000, "checkpoint_every": 10**9, "eval_every": 10**9}
     short |= {"rollout_steps": 50, "minibatch_size": 50} if name == "ppo" else {"log_every": 100, "action_repeat": 2}
     try:
@@ -353,4 +355,4 @@ def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_a
     assert process.returncode and "exitcode  : 3" in out, out
     assert f"bridge connection 0 ({dying.url})" in out or f"bridge connection 1 ({dying.url})" in out
     assert f"bridge connection 0 ({good.url})" not in out and "Saved; go on with: torchrun" in out
-    assert steps_of(name, tmp_path / "a") in range(100, 481)
+    assert steps_of(name, tmp_path / "a") in range(100, 1001)
