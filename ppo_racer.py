@@ -29,27 +29,12 @@ import torch
 from torch import nn
 
 from callbacks_lite import (
-    Count,
-    Run,
-    all_gather,
-    average_gradients,
-    leave,
-    make_envs,
-    make_generator,
-    on_two_cores,
-    run_command,
+    Count, Run, all_gather, average_gradients, leave, make_envs, make_generator, on_two_cores, run_command,
     world_size,
-)
+)  # fmt: skip
 from racer_env import (
-    ACTION_HIGH,
-    ACTION_LOW,
-    DEFAULT_CONFIG_PATH,
-    OBS_MEAN,
-    OBS_SIZE,
-    OBS_STD,
-    RacerVectorEnv,
-    RewardScaler,
-)
+    ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_MEAN, OBS_SIZE, OBS_STD, RacerVectorEnv, RewardScaler,
+)  # fmt: skip
 
 # ======================================================================================================================
 # Args
@@ -152,8 +137,8 @@ class Args:
 
 PRESETS = {  # other defaults, for commands that ask for them
     "slow game": {  # --bridge-url or --slow-game: steps are slow, so each is learned from more often
-        "total_timesteps": 200_000, "num_envs": 8, "rollout_steps": 512, "minibatch_size": 512, "update_epochs": 8,
-        "eval_every": 20_000, "checkpoint_every": 20_000,
+        "total_timesteps": 100_000, "num_envs": 64, "patience": 90, "minibatch_size": 256, "update_epochs": 8,
+        "learning_rate": 1e-3, "eval_every": 10_000, "checkpoint_every": 10_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
 }  # fmt: skip

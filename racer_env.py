@@ -990,7 +990,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                 infos["episode"]["put_back"] = put_back
             infos["_episode"] = done & (self._lengths > 0)
         cars = np.flatnonzero(done)
-        self._limits[cars] = NO_LIMIT
+        # A car that was put back keeps its time for the first cut, or all cars would be on the grid together, and then no more.
+        rest = np.where(put_back & (self._limits < NO_LIMIT), self._limits - self._lengths, NO_LIMIT)
+        self._limits[cars] = rest[cars]
         self._begin_episodes(cars, first_observations)
         observations = observations.copy()
         observations[cars] = first_observations

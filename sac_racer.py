@@ -30,27 +30,12 @@ import torch
 from torch import nn
 
 from callbacks_lite import (
-    Count,
-    Run,
-    all_gather,
-    average_gradients,
-    leave,
-    make_envs,
-    make_generator,
-    mean_metrics,
-    run_command,
+    Count, Run, all_gather, average_gradients, leave, make_envs, make_generator, mean_metrics, run_command,
     world_size,
-)
+)  # fmt: skip
 from racer_env import (
-    ACTION_HIGH,
-    ACTION_LOW,
-    DEFAULT_CONFIG_PATH,
-    OBS_MEAN,
-    OBS_SIZE,
-    OBS_STD,
-    RacerVectorEnv,
-    RewardScaler,
-)
+    ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_MEAN, OBS_SIZE, OBS_STD, RacerVectorEnv, RewardScaler,
+)  # fmt: skip
 
 # ======================================================================================================================
 # Args
@@ -172,7 +157,7 @@ class Args:
 PRESETS = {  # other defaults, for commands that ask for them
     "slow game": {  # --bridge-url or --slow-game: steps are slow, so the run is short and is evaluated often
         "total_timesteps": 60_000, "num_envs": 8, "patience": 90, "buffer_size": 10_000, "learning_starts": 3_500,
-        "actor_learning_rate": 8e-5, "tau": 0.1, "init_alpha": 0.001, "noise_memory": 0.8,
+        "actor_learning_rate": 8e-5, "anneal_lr": False, "tau": 0.1, "init_alpha": 0.001, "noise_memory": 0.8,
         "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},

@@ -58,7 +58,8 @@ def test_help_is_one_line_a_flag_in_groups_with_the_defaults_of_this_command_lin
         if line.startswith("  --")
     ]
     assert told == names, "every flag, in order, each with a text"
-    cars = {str(module.Args().num_envs): usual, "8": lines("--bridge-url", "ws://localhost:1")}
+    slow = str(module.PRESETS["slow game"]["num_envs"])
+    cars = {str(module.Args().num_envs): usual, slow: lines("--bridge-url", "ws://localhost:1")}
     for count, text in cars.items():
         (line,) = (line for line in text if line.startswith("  --num-envs"))
         assert line.endswith(f"({count})")
@@ -88,7 +89,7 @@ def test_a_first_look_at_the_command_line_chooses_the_defaults(name):
     assert several.start == "anywhere" and several.hidden == 96 and several.num_envs == usual.num_envs
     assert args_of(name, "--track-id", "track-01", "track-02", "--start", "grid").start == "grid"
     on_bridge = args_of(name, "--track-id", "track-01", "track-02", "--bridge-url", "ws://localhost:1")
-    assert on_bridge.start == "grid" and on_bridge.num_envs == 8, "the real game has no other start"
+    assert on_bridge.start == "grid" and on_bridge.num_envs == slow["num_envs"], "the real game has no other start"
 
 
 @pytest.mark.parametrize(

@@ -360,6 +360,21 @@ def test_a_car_that_gets_no_farther_is_put_back_as_truncated_with_its_true_last_
     envs.close()
 
 
+def test_a_car_that_was_put_back_keeps_its_time_for_the_first_cut(short):
+    """Otherwise all cars would be on the grid together, and then no more for a whole episode."""
+    cuts = []
+    for patience in (0, 8):
+        envs = RacerVectorEnv(4, config_path=short, stagger=True, patience=patience)
+        envs.reset(seed=0)
+        first = {}
+        for tick in range(1, 25):
+            infos = envs.step(np.zeros((4, 3)))[4]
+            for i in np.flatnonzero(infos.get("episode", {}).get("cut", [])):
+                first.setdefault(i, tick)
+        cuts.append(first)
+    assert cuts[0] == cuts[1] and sorted(cuts[0].values()) == [10, 20]
+
+
 def test_one_car_has_the_same_patience():
     env, envs = RacerEnv(patience=60), RacerVectorEnv(1, patience=60)
     env.reset(seed=0), envs.reset(seed=0)
