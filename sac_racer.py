@@ -1,7 +1,7 @@
 """SAC for the top-down racer, whole in this file. It needs few steps, which counts where the game is slow.
 
     python sac_racer.py                                              # about 60 s: laps of 6.5 s on track-01
-    python sac_racer.py --slow-game                                  # as on a bridge: 6.6 s after 120,000 steps
+    python sac_racer.py --slow-game                                  # as on a bridge: laps of 6.6 s after 60,000 steps
     python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python sac_racer.py --resume runs/NAME                           # go on after an interruption, bit for bit
     python sac_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
