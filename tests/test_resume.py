@@ -29,7 +29,8 @@ class Lab:
     def __init__(self, name: str, folder: Path):
         self.name, self.module, self.folder = name, MODULES[name], folder
         self.usual = {**TINY[name], "total_timesteps": 8192, "eval_every": 4096, "checkpoint_every": 1024}
-        self.usual |= {"start": "anywhere", "config_path": short_episodes(folder, 900)}
+        self.usual |= {"start": "anywhere", "config_path": short_episodes(folder, 900), "patience": 60}
+        self.usual |= {"noise_memory": 0.8, "actor_learning_rate": 1e-4} if name == "sac" else {}
         self.bridge = {**self.usual, **TINY_BRIDGE[name], "total_timesteps": 600}
 
     def settings(self, folder: Path, **changes) -> dict:
