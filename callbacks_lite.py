@@ -1170,7 +1170,8 @@ def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], d
         changes = {} if look.resume else {"start": "grid", "bridge_url": ()}
     else:
         preset = Args()
-        changes = presets["slow game"] if look.bridge_url or look.slow_game else {}
+        slow = look.bridge_url or look.slow_game
+        changes = {**presets["slow game"], "slow_game": look.slow_game} if slow else {}
         changes = changes | (presets["several tracks"] if len(look.track_id or ()) > 1 else {})
         changes |= {"start": "grid"} if look.bridge_url else {}  # the game has no other
     preset = dataclasses.replace(preset, **changes)
