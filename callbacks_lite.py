@@ -49,7 +49,7 @@ import torch.distributed as dist
 import tyro
 
 from racer_env import ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, BridgeError, RacerVectorEnv, difference_from_twin
-from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND, TRACKS
+from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND
 
 # The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
 # and direct search; the inputs that drive them are in tests/golden/best-laps.
@@ -72,6 +72,7 @@ EVAL_TAGS = {  # in TensorBoard and metrics.csv: what summarize() calls it
     "percent_of_best_lap": "percent_of_best",
     "percent_of_best_reward": "percent_of_best_reward",
 }
+MIN_CUT_TICKS = 10  # a shorter episode says nothing about a whole one
 EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean look back this many episodes
 CHECKPOINT_FORMAT = 3
 MAY_CHANGE = (  # when a run is resumed
@@ -268,7 +269,8 @@ class RaceStats(LapTimer):
         for i in cars:
             ticks = int(episode["l"][i])
             if ticks:  # none if the bridge failed before the first tick
-                self.rollout["episodes"].append((float(episode["r"][i]), ticks, self.max_steps if cut[i] else ticks))
+                stands_for = self.max_steps if cut[i] and ticks >= MIN_CUT_TICKS else ticks
+                self.rollout["episodes"].append((float(episode["r"][i]), ticks, stands_for))
             if not cut[i] or ticks >= self.max_steps / 2:  # by its length, whatever happened in it
                 self.rollout["counted"] += 1
                 self.rollout["completed"] += int(self.lapped[i])
@@ -334,6 +336,7 @@ class Episode:
     """One evaluation episode of one car, tick by tick."""
 
     track: str
+    from_grid: bool = True
     rewards: list[float] = dataclasses.field(default_factory=list)
     off_road: list[bool] = dataclasses.field(default_factory=list)
     laps: list[Lap] = dataclasses.field(default_factory=list)
@@ -372,7 +375,7 @@ def evaluate(
     obs, infos = envs.reset(seed=seed)
     faults, timer, limit = envs.bridge_faults, LapTimer(), envs.config["episode"]["maxSteps"]
     timer.begin(infos)
-    episodes = [Episode(tracks[i % len(tracks)]) for i in range(envs.num_envs)]
+    episodes = [Episode(tracks[i % len(tracks)], envs.starts_on_line) for i in range(envs.num_envs)]
     running = np.ones(envs.num_envs, bool)
     while running.any():
         obs, rewards, terminated, truncated, infos = envs.step(drive(obs))
@@ -386,7 +389,7 @@ def evaluate(
             episode.rewards.append(float(rewards[i]))
             episode.off_road.append(bool(off_road[i]))
             if i in laps:
-                episode.finish_lap(int(laps[i]), flying=bool(episode.laps) or not envs.starts_on_line)
+                episode.finish_lap(int(laps[i]), flying=bool(episode.laps) or not episode.from_grid)
             repeats = i in laps and not whole and episode.repeats
             if ended[i] or repeats:
                 running[i], episode.terminated = False, bool(terminated[i])
@@ -419,8 +422,7 @@ def summarize(episodes: list[Episode], config: dict) -> dict:
     kind = "clean" if config["weights"]["offTrackPenalty"] < 0 else "any"
     best_lap = BEST_LAP_TICKS[kind].get(track)
     comparable = [lap.ticks for lap in laps if lap.flying and (kind == "any" or not lap.off_road)]
-    from_grid = not any(e.laps and e.laps[0].flying for e in episodes)
-    best_reward = BEST_REWARD.get(track) if config == DEFAULT_CONFIG and from_grid else None
+    best_reward = BEST_REWARD.get(track) if config == DEFAULT_CONFIG and episodes[0].from_grid else None
     seconds = {
         "first": [lap.ticks / TICKS_PER_SECOND for lap in laps if not lap.flying],
         "flying": [lap.ticks / TICKS_PER_SECOND for lap in laps if lap.flying],
@@ -831,7 +833,16 @@ class Run:
         self.seconds_before, self._began = 0.0, time.perf_counter()
 
     def __enter__(self) -> Run:
+        try:
+            self._begin()
+        except BaseException:
+            self.envs.close()
+            raise
+        return self
+
+    def _begin(self) -> None:
         args = self.args
+        self._difference = from_first(self._difference_from_twin)
         if args.resume is None:
             self.stats.begin(together(self.envs.reset, seed=args.seed)[1])
             self.folder = from_first(make_run_folder, self.algorithm, args)
@@ -846,7 +857,18 @@ class Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # not in the main thread: somebody else has the signals
                 self._handlers[number] = signal.signal(number, self._on_signal)
-        return self
+
+    def _difference_from_twin(self) -> str:
+        """Why the embedded engine cannot stand for the game in evaluations, if so."""
+        args, url = self.args, self.args.bridge_url[:1]
+        for attempt in range(args.bridge_retries + 1):
+            try:
+                found = [difference_from_twin(track, args.config_path, url[0]) for track in args.track_id if url]
+                return next((text for text in found if text), "")
+            except BridgeError:
+                if attempt == args.bridge_retries:
+                    raise
+                time.sleep(min(2.0**attempt, 30.0))
 
     def _restore(self, checkpoint: dict) -> None:
         if checkpoint["config"] != self.envs.config:
@@ -864,7 +886,7 @@ class Run:
                     )
                 elif hasattr(part, "state_dict"):
                     part.load_state_dict(saved)
-                elif processes == world_size() and saved[rank()] != {}:
+                elif processes == world_size() and saved[rank()] != {} and part.get_state() != {}:
                     part.set_state(arrays(saved[rank()]))
                 elif name == "scaler":
                     part.set_state(arrays(saved[0]))
@@ -876,18 +898,22 @@ class Run:
         if processes != world_size():
             change = f"{world_size()} instead of {processes} processes"
             from_first(say, f"going on with {change}: the cars begin anew, and not bit for bit")
-        if processes != world_size() or not self.envs.get_state():  # the real game does not expose its state
+        known = (
+            self.envs.get_state() and checkpoint["parts"].get("envs", [{}])[0]
+        )  # the real game does not expose its state
+        if processes != world_size() or not known:
             self.stats.begin(together(self.envs.reset, seed=self.args.seed + self.steps)[1])
+            for part in self.parts.values():
+                if hasattr(part, "begin_anew"):
+                    part.begin_anew()
 
     def _open(self) -> None:
         """In the first process: what evaluates, logs and shows."""
-        args, resumed, url = self.args, self.args.resume is not None, self.args.bridge_url[:1]
-        differences = [difference_from_twin(track, args.config_path, url[0]) for track in args.track_id if url]
-        difference = next((text for text in differences if text), "")  # then the twin cannot stand for the game
-        known = not url or set(args.track_id) <= set(TRACKS)
+        args, resumed, difference = self.args, self.args.resume is not None, self._difference
+        url = args.bridge_url[:1]
         self.eval_envs = RacerVectorEnv(
             len(args.track_id), args.track_id, args.config_path, url if difference else None,
-            render_mode="rgb_array" if known else None, retries=args.bridge_retries,
+            render_mode=None if difference else "rgb_array", retries=args.bridge_retries,  # a twin draws
         )  # fmt: skip
         self.logger = MetricsLogger(self.folder, self.steps if resumed else None, tensorboard=args.tensorboard)
         rows = [f"| {name} | {value} |" for name, value in plain_settings(args).items()]
@@ -1147,7 +1173,7 @@ def first_look(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}")
     for name in ("track-id", "bridge-url"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*")
-    parser.add_argument("--slow-game", "--slow_game", action="store_true")
+    parser.add_argument("--slow-game", "--slow_game", action=argparse.BooleanOptionalAction)
     parser.add_argument("-h", "--help", action="store_true")
     look = parser.parse_known_args(argv)[0]
     tasks = [f"--{name}" for name in ("resume", "evaluate", "export") if getattr(look, name)]
@@ -1171,9 +1197,9 @@ def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], d
     else:
         preset = Args()
         slow = look.bridge_url or look.slow_game
-        changes = {**presets["slow game"], "slow_game": look.slow_game} if slow else {}
+        changes = {**presets["slow game"], "slow_game": bool(look.slow_game)} if slow else {}
         changes = changes | (presets["several tracks"] if len(look.track_id or ()) > 1 else {})
-        changes |= {"start": "grid"} if look.bridge_url else {}  # the game has no other
+        changes |= {"start": "grid"} if slow else {}  # the game has no other
     preset = dataclasses.replace(preset, **changes)
     if look.help:
         say(help_text(Args, preset, doc))

@@ -574,7 +574,7 @@ class Patience:
     STATE = ("arc", "travelled", "farthest", "waiting")
 
     def __init__(self, num_cars: int, limit: int):
-        if not isinstance(limit, int) or limit < 0:
+        if not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 0:
             raise ValueError(f"patience is {limit!r}; it must be a number of ticks, or 0 for no end of it")
         self.limit = limit
         self.arc, self.travelled, self.farthest = (np.zeros(num_cars) for _ in range(3))  # in laps
@@ -683,8 +683,8 @@ class RacerEnv(gym.Env):
                     f"{argument} is a list: {_start_of(value)}; one car takes one, RacerVectorEnv takes several"
                 )
         self.config = load_config(config_path)
-        self._cars = make_cars(1, track_id, self.config, bridge_url, start)
         self._patience = Patience(1, patience)
+        self._cars = make_cars(1, track_id, self.config, bridge_url, start)
         self._camera = make_camera(self._cars, self.config) if render_mode else None
         # What gym.make would note: with it, Gymnasium's tools can make another one like this.
         self.spec = copy.deepcopy(gym.spec(ENV_ID))
@@ -757,12 +757,16 @@ def difference_from_twin(track_id: str, config_path, bridge_url: str) -> str | N
     with contextlib.closing(RacerEnv(track_id, config_path, bridge_url)) as game:
         for tick in range(TWIN_TICKS + 1):
             inputs = [0.3 * math.sin(tick / 5), 1.0, 0.0]  # about straight on, and then along the wall
-            results = [env.step(inputs) if tick else env.reset() for env in (game, twin)]
-            a, b = ({**dict(zip(OBS_NAMES, obs, strict=True)), **rest[-1]} for obs, *rest in results)
+            both = []
+            for env in (game, twin):
+                obs, *rest, info = env.step(inputs) if tick else env.reset()
+                both.append({**dict(zip(OBS_NAMES, obs, strict=True)), **info})
+                both[-1] |= dict(zip(("reward", "terminated", "truncated"), rest, strict=False))
+            a, b = both
             for name in a:
                 if not abs(float(a[name]) - float(b[name])) <= TWIN_TOLERANCE:
                     return f"{name} on {track_id} is {a[name]:g} after {tick} ticks, {b[name]:g} on the embedded engine"
-            if tick and (results[1][2] or results[1][3]):  # limits shorter than this
+            if b.get("terminated") or b.get("truncated"):  # limits shorter than this
                 break
     return None
 
@@ -823,6 +827,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self.first_car, self._state = first_car, "new"
         self.config = load_config(config_path)
         self._make_cars = lambda: make_cars(num_envs, track_id, self.config, bridge_url, start, first_car)
+        Patience(1, patience)  # raises before anything is connected
         self._cars = self._make_cars()
         self.num_envs, self._patience = int(num_envs), Patience(num_envs, patience)
         self.single_observation_space, self.single_action_space = observation_space(), action_space()
@@ -928,7 +933,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             self._returns += rewards
             self._lengths += 1
             cut = self._lengths >= self._limits
-            put_back = self._patience.at_end(observations) & ~(terminated | truncated)
+            put_back = self._patience.at_end(observations) & ~(terminated | truncated | cut)
             if self._camera:
                 self._camera.follow(actions)
         done = terminated | truncated | cut | put_back
@@ -1080,6 +1085,10 @@ class RewardScaler:
     def scale(self) -> np.ndarray:
         """What to multiply every car's rewards by (N,)."""
         return self.track_lengths / math.sqrt(self.moments[1] + 1e-8)
+
+    def begin_anew(self) -> None:
+        """All cars begin new episodes, which nothing has said."""
+        self.returns = np.zeros_like(self.returns)
 
     def get_state(self) -> dict:
         return {"returns": self.returns, "moments": np.array(self.moments)}

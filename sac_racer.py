@@ -143,6 +143,8 @@ class Args:
             raise ValueError(
                 f"--buffer-size is {self.buffer_size}, less than {self.num_envs} cars times --n-step {self.n_step}"
             )
+        if not 0 <= self.noise_memory < 1:
+            raise ValueError(f"--noise-memory is {self.noise_memory}; it must be 0 or more, and less than 1")
 
     @property
     def steps_per_choice(self) -> int:
@@ -309,7 +311,7 @@ def drive(envs: RacerVectorEnv, inputs: np.ndarray, ticks: int, gamma: float, ru
 
 
 class Noise:
-    """Standard normal numbers for all cars' choices. Each is `memory` of the last one, and the rest is new."""
+    """Standard normal numbers for all cars' choices, after the first few. Each is `memory` of the last one, and the rest new."""
 
     def __init__(self, num_envs: int, memory: float):
         self.memory, self.last = memory, torch.zeros(num_envs, len(ACTION_LOW))
@@ -373,6 +375,10 @@ class ReplayBuffer:
             "discounts": discounts,
             "next_obs": self.next_obs.view(-1, OBS_SIZE)[last],
         }
+
+    def begin_anew(self) -> None:
+        """All cars begin new episodes: what comes next does not follow from the last choices."""
+        self.ended[self.head - 1] = True
 
     def get_state(self) -> dict:
         return {"head": self.head, **{name: getattr(self, name)[: self.filled] for name in self.ARRAYS}}

@@ -90,7 +90,7 @@ def test_the_reward_is_a_share_of_the_best_known_where_that_means_something():
     half = [episode("track-02", (999, 0), (900, 0), reward=BEST_REWARD["track-02"] / 2)]
     assert summarize(half, usual)["percent_of_best_reward"] == pytest.approx(50.0)
     assert summarize(half, fastest)["percent_of_best_reward"] is None, "other rewards"
-    half[0].laps[0] = half[0].laps[0]._replace(flying=True)
+    half[0].from_grid = False
     assert summarize(half, usual)["percent_of_best_reward"] is None, "from anywhere"
     unknown = summarize([episode("mine", (999, 0), (900, 0))], usual)
     assert unknown["percent_of_best"] is None and "% of the best" not in describe(unknown)

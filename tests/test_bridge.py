@@ -309,6 +309,20 @@ def test_the_game_and_the_embedded_engine_are_compared_into_a_wall(good_bridge, 
     assert difference_from_twin("track-77", None, good_bridge.url) == "track-77 is not known here"
 
 
+@pytest.mark.parametrize(("name", "place", "value"), [("reward", 1, 5.0), ("terminated", 2, True), ("lap", -1, 7)])
+def test_rewards_ends_and_infos_are_compared_too(good_bridge, monkeypatch, name, place, value):
+    real = RacerEnv.step
+
+    def other(self, action):
+        result = list(real(self, action))
+        if isinstance(self._cars, racer_env.BridgeCars) and self._cars.connections[0].steps == 30:
+            result[place] = {**result[-1], "lap": value} if name == "lap" else value
+        return result
+
+    monkeypatch.setattr(RacerEnv, "step", other)
+    assert difference_from_twin("track-01", None, good_bridge.url).startswith(f"{name} on track-01 is ")
+
+
 # -- after a fault -----------------------------------------------------------------------------------------------------
 
 

@@ -375,6 +375,15 @@ def test_a_car_that_was_put_back_keeps_its_time_for_the_first_cut(short):
     assert cuts[0] == cuts[1] and sorted(cuts[0].values()) == [10, 20]
 
 
+def test_a_car_put_back_in_the_tick_of_its_cut_begins_a_whole_episode(short):
+    envs, lengths = RacerVectorEnv(4, config_path=short, stagger=True, patience=10), []
+    envs.reset(seed=0)
+    for _ in range(60):
+        infos = envs.step(np.zeros((4, 3)))[4]
+        lengths += [int(n) for n in infos.get("episode", {}).get("l", []) if n]
+    assert min(lengths) == 10, "not one of a single tick"
+
+
 def test_one_car_has_the_same_patience():
     env, envs = RacerEnv(patience=60), RacerVectorEnv(1, patience=60)
     env.reset(seed=0), envs.reset(seed=0)

@@ -471,6 +471,36 @@ def test_evaluation_costs_no_game_time_unless_the_game_drives_otherwise(lab, tmp
         assert result["mean_length"] == 60
 
 
+@mostly_shared
+def test_a_run_that_began_on_the_engine_goes_on_in_the_game(lab, tmp_path, good_bridge):
+    config = short_episodes(tmp_path, 60)
+    lab.train(tmp_path, **{**lab.bridge, "total_timesteps": 200, "config_path": config})
+    result = lab.resume(tmp_path / "run", total_timesteps=400, bridge_url=(good_bridge.url,))
+    assert result["finished"] and result["steps"] == 400 and lab.load(tmp_path / "run")["parts"]["envs"] == [{}]
+
+
+@mostly_shared
+def test_a_fault_before_the_first_tick_leaves_nothing_and_is_retried(lab, tmp_path, good_bridge, monkeypatch):
+    url = f"{good_bridge.url}/?fault=cut&after=30"
+    settings = {**lab.bridge, "bridge_url": (url,), "config_path": short_episodes(tmp_path, 60)}
+    folder = tmp_path / "runs"
+    with pytest.raises(BridgeError, match="after 30 steps"):
+        lab.train(folder, **settings)
+    assert not folder.exists()
+    tries, waits = [], []
+    monkeypatch.setattr(callbacks_lite.time, "sleep", waits.append)
+
+    def flaky(*arguments):
+        tries.append(1)
+        if len(tries) < 3:
+            raise BridgeError("gone")
+
+    monkeypatch.setattr(callbacks_lite, "difference_from_twin", flaky)
+    args = args_of(lab.name, run_dir=folder, bridge_url=(good_bridge.url,), bridge_retries=2, **{
+        **TINY_BRIDGE[lab.name], "total_timesteps": 100, "config_path": short_episodes(tmp_path, 60)})  # fmt: skip
+    assert lab.module.train(args)["finished"] and len(tries) == 3 and waits == [1.0, 2.0]
+
+
 def test_a_driver_drives_the_same_on_both_backends(lab, straight, good_bridge):
     agent = load_driver(straight, lab.module.Args(), lab.name, lab.module.make_agent)
     episodes, given = [], []

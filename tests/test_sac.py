@@ -194,6 +194,16 @@ def test_the_ring_forgets_the_oldest_and_windows_never_cross_its_seam():
     assert counts[counts > 0].min() > 0.9 * 10_000, "all alike"
 
 
+def test_after_a_new_beginning_nothing_follows_from_the_last_choices():
+    buffer = ReplayBuffer(24, 2)
+    fill(buffer, 3)
+    buffer.begin_anew()
+    fill(buffer, 3)
+    assert drawn(buffer, n_step=3)[20] == [3.0, 0.5, 20.5], "cut short, and what followed is valued"
+    with pytest.raises(ValueError, match=r"--noise-memory is 1\.0; it must be 0 or more, and less than 1"):
+        Args(noise_memory=1.0)
+
+
 def test_noise_remembers_and_is_standard_normal_all_the_same():
     for memory in (0.0, 0.8):
         noise, generator = Noise(2000, memory), torch.Generator().manual_seed(0)
