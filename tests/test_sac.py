@@ -378,7 +378,7 @@ def test_alpha_learns_only_with_autotune_and_the_actor_every_policy_frequency_th
 @pytest.mark.slow
 def test_it_learns_to_drive_laps(tmp_path):
     changes = {"total_timesteps": 120_000, "num_envs": 64, "updates": 8, "batch_size": 256, "log_every": 10_000}
-    changes |= {"buffer_size": 30_000, "learning_starts": 5_000}
+    changes |= {"buffer_size": 30_000, "learning_starts": 5_000, "config_path": sac_racer.DEFAULT_CONFIG_PATH}
     best = train(small(tmp_path, **changes))["best"]["results"][0]
     assert best["laps"] >= 1, best
 
