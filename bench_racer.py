@@ -141,14 +141,10 @@ def hand_written(track: str) -> tuple[dict, dict]:
 
 def trained(path: Path):
     """The driver in a checkpoint of either algorithm."""
-    try:
-        name, saved = "ppo", load_checkpoint(path, "ppo", "best.pt")
-    except ValueError as error:
-        if "sac_racer.py" not in str(error):
-            raise
-        name, saved = "sac", load_checkpoint(path, "sac", "best.pt")
-    trainer = importlib.import_module(f"{name}_racer")
-    return load_driver(path, saved_args(trainer.Args, saved["args"]), name, trainer.make_agent).drive
+    saved = load_checkpoint(path, None, "best.pt")
+    trainer = importlib.import_module(f"{saved['algorithm']}_racer")
+    args = saved_args(trainer.Args, saved["args"])
+    return load_driver(path, args, saved["algorithm"], trainer.make_agent).drive
 
 
 def bench_drivers(args: Args) -> list[dict]:

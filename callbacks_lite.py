@@ -48,7 +48,16 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from racer_env import ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, BridgeError, RacerVectorEnv, difference_from_twin
+from racer_env import (
+    ACTION_LOW,
+    OBS_HIGH,
+    OBS_LOW,
+    OBS_SIZE,
+    BridgeError,
+    RacerVectorEnv,
+    difference_from_twin,
+    retry_pause_s,
+)
 from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND
 
 # The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
@@ -465,9 +474,8 @@ def eval_metrics(results: list[dict]) -> dict[str, float]:
 
 def describe(result: dict) -> str:
     """A summary as a line of text."""
-    lap, best_lap, best_reward = (
-        result[name] for name in ("flying_lap_sec", "percent_of_best", "percent_of_best_reward")
-    )
+    lap, best_lap = result["flying_lap_sec"], result["percent_of_best"]
+    best_reward = result["percent_of_best_reward"]
     text = f"{result['track']}: "
     if result["episodes"] > 1:
         text += f"{result['episodes']} episodes, {result['failures']} failures, "
@@ -485,9 +493,8 @@ def describe(result: dict) -> str:
 
 def say(text: str, end: str = "\n", to: str = "stdout") -> None:
     """Print. Where that fails (`| head` has gone, the disk under a log is full), stay silent: it must not end the run."""
-    with contextlib.suppress(
-        OSError, ValueError, RuntimeError
-    ):  # RuntimeError: a signal comes in the middle of a print
+    # ValueError: the stream is closed. RuntimeError: a signal comes in the middle of a print.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         print(text, end=end, file=getattr(sys, to), flush=True)
 
 
@@ -679,11 +686,11 @@ def tensors(value):
     return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
 
 
-def arrays(value):
-    """The tensors in a dict as NumPy arrays again."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item.numpy() if isinstance(item, torch.Tensor) else item for key, item in value.items()}
+def restored(saved, own):
+    """The state of a part as it was before `tensors`: arrays where its own state of now has arrays."""
+    if not isinstance(own, dict):
+        return saved
+    return {key: item.numpy() if isinstance(own.get(key), np.ndarray) else item for key, item in saved.items()}
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> bool:
@@ -706,8 +713,8 @@ def write_checkpoint(path: Path, checkpoint: dict) -> bool:
     return True
 
 
-def load_checkpoint(path: str | Path, algorithm: str, prefer: str = "checkpoint.pt") -> dict:
-    """A checkpoint from a file or a run folder. No code in it is run. ValueError if it is not one of this algorithm."""
+def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "checkpoint.pt") -> dict:
+    """A checkpoint from a file or a run folder. No code in it is run. ValueError if it is not one of this algorithm, if given."""
     path = Path(path)
     if path.is_dir():
         there = [path / name for name in (prefer, "checkpoint.pt", "best.pt") if (path / name).exists()]
@@ -717,15 +724,13 @@ def load_checkpoint(path: str | Path, algorithm: str, prefer: str = "checkpoint.
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds: truncated, no checkpoint at all, a pickle with code in it
-        reason, other = (
-            str(error).strip()[:120].partition("\n")[0],
-            "checkpoint.pt" if "best" in path.name else "best.pt",
-        )
+        reason = str(error).strip()[:120].partition("\n")[0]
+        other = "checkpoint.pt" if "best" in path.name else "best.pt"
         raise ValueError(
             f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. Take another, e.g. {other} beside it"
         ) from error
     found = checkpoint.get("algorithm") if isinstance(checkpoint, dict) else None
-    if found != algorithm:
+    if found is None or algorithm not in (found, None):
         what = f"a checkpoint of {found}_racer.py; load it with that" if found else "a file of torch, but no checkpoint"
         raise ValueError(f"{path} is {what}")
     if checkpoint.get("format") != CHECKPOINT_FORMAT or not {"args", "parts", "config", "run"} <= set(checkpoint):
@@ -868,7 +873,7 @@ class Run:
             except BridgeError:
                 if attempt == args.bridge_retries:
                     raise
-                time.sleep(min(2.0**attempt, 30.0))
+                time.sleep(retry_pause_s(attempt))
 
     def _restore(self, checkpoint: dict) -> None:
         if checkpoint["config"] != self.envs.config:
@@ -887,20 +892,19 @@ class Run:
                 elif hasattr(part, "state_dict"):
                     part.load_state_dict(saved)
                 elif processes == world_size() and saved[rank()] != {} and part.get_state() != {}:
-                    part.set_state(arrays(saved[rank()]))
+                    part.set_state(restored(saved[rank()], part.get_state()))
                 elif name == "scaler":
-                    part.set_state(arrays(saved[0]))
+                    part.set_state(restored(saved[0], part.get_state()))
             for name, value in checkpoint["run"].items():
                 setattr(self, name, value)
-            self.best["laps"] = [arrays(lap) for lap in self.best["laps"]]
+            self.best["laps"] = [{**lap, "places": lap["places"].numpy()} for lap in self.best["laps"]]
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ValueError(f"the checkpoint does not fit this program or its settings: {error}") from error
         if processes != world_size():
             change = f"{world_size()} instead of {processes} processes"
             from_first(say, f"going on with {change}: the cars begin anew, and not bit for bit")
-        known = (
-            self.envs.get_state() and checkpoint["parts"].get("envs", [{}])[0]
-        )  # the real game does not expose its state
+        # The real game does not expose its state, and takes none.
+        known = self.envs.get_state() and checkpoint["parts"].get("envs", [{}])[0]
         if processes != world_size() or not known:
             self.stats.begin(together(self.envs.reset, seed=self.args.seed + self.steps)[1])
             for part in self.parts.values():
@@ -1167,7 +1171,7 @@ def make_envs(args) -> RacerVectorEnv:
 
 
 def first_look(argv: list[str]) -> argparse.Namespace:
-    """What the defaults depend on."""
+    """What the defaults depend on. ValueError for flags that make no sense together, or alone."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("resume", "evaluate", "json", "export", "checkpoint"):
         parser.add_argument(f"--{name}")

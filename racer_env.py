@@ -516,16 +516,14 @@ class BridgeCars:
 
     @property
     def off_road(self) -> np.ndarray:
-        return np.array([self._is_off_road(*car) for car in zip(self.track_ids, *self._last_step, strict=True)])
-
-    @staticmethod
-    def _is_off_road(track_id: str, observation: np.ndarray, penalty: float) -> bool:
-        if (
-            track_id not in TRACKS
-        ):  # a track that only the real game knows: it shows in the reward, unless it costs nothing
-            return penalty != 0
-        half_width = load_track(track_id).half_width(observation[12] * load_track(track_id).length)
-        return bool(observation[13] * CENTRELINE_RANGE > half_width)
+        observations, penalties = self._last_step
+        off_road = penalties != 0  # all that can be told on a track that only the real game knows
+        for i, track_id in enumerate(self.track_ids):
+            if track_id in TRACKS:
+                track = load_track(track_id)
+                half_width = track.half_width(observations[i, 12] * track.length)
+                off_road[i] = observations[i, 13] * CENTRELINE_RANGE > half_width
+        return off_road
 
     @contextlib.contextmanager
     def _closing_on_error(self):
@@ -538,6 +536,11 @@ class BridgeCars:
     def close(self) -> None:
         for connection in self.connections:
             connection.close()
+
+
+def retry_pause_s(failures: int) -> float:
+    """How long to wait before connecting again, after so many failures in a row."""
+    return min(2.0**failures, LONGEST_PAUSE_S)
 
 
 def as_names(value, argument: str, hint: str) -> list[str]:
@@ -827,7 +830,6 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self.first_car, self._state = first_car, "new"
         self.config = load_config(config_path)
         self._make_cars = lambda: make_cars(num_envs, track_id, self.config, bridge_url, start, first_car)
-        Patience(1, patience)  # raises before anything is connected
         self._cars = self._make_cars()
         self.num_envs, self._patience = int(num_envs), Patience(num_envs, patience)
         self.single_observation_space, self.single_action_space = observation_space(), action_space()
@@ -964,7 +966,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         """
         self.bridge_faults += 1
         while self._failures_in_a_row < self.retries:
-            until = time.monotonic() + min(2**self._failures_in_a_row, LONGEST_PAUSE_S)
+            until = time.monotonic() + retry_pause_s(self._failures_in_a_row)
             self._failures_in_a_row += 1
             logger.warning(f"{error}\nConnecting again (retry {self._failures_in_a_row} of {self.retries})")
             while self.retries and time.monotonic() < until:
@@ -1087,7 +1089,7 @@ class RewardScaler:
         return self.track_lengths / math.sqrt(self.moments[1] + 1e-8)
 
     def begin_anew(self) -> None:
-        """All cars begin new episodes, which nothing has said."""
+        """All cars begin new episodes, though no step has ended the old ones."""
         self.returns = np.zeros_like(self.returns)
 
     def get_state(self) -> dict:

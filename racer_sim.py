@@ -547,7 +547,7 @@ class Tables:
             ox -= share * ex
             oy -= share * ey
             squared = ox * ox + oy * oy
-            margin = SUBCELL * math.sqrt(0.5) + 1e-3
+            margin = SUBCELL_RADIUS + 1e-3
             self.clearance[where] = np.maximum(0, np.sqrt(squared.min(1)) - margin)
             i, j = np.nonzero(squared < (WALL_TOUCH + margin) ** 2)
             near_cells.append(where.start + i)
@@ -567,18 +567,18 @@ class Tables:
         slope = (q * q).sum(1)
         tangent = q / np.sqrt(slope)[:, None]
         curvature = (r - (r * tangent).sum(1)[:, None] * tangent) / slope[:, None]  # as a vector to its centre
-        offset, ahead, bend = (  # all (P, S)
-            np.sqrt(_squared_distances(np.float32(points - middle), np.float32(samples[chosen] - middle))),
-            (samples[chosen] * tangent).sum(1) - points @ tangent.T,
-            1 + (samples[chosen] * curvature).sum(1) - points @ curvature.T,  # 0 at the centre of curvature
-        )
-        nearest = offset.argmin(1)
-        within = offset <= offset.min(1)[:, None] + 2 * SUBCELL_RADIUS + 0.2
+        # All (P, S): how far each sample is, how far ahead of a right angle, and its bend, 0 at the centre of curvature.
+        far = np.sqrt(_squared_distances(np.float32(points - middle), np.float32(samples[chosen] - middle)))
+        ahead = (samples[chosen] * tangent).sum(1) - points @ tangent.T
+        bend = 1 + (samples[chosen] * curvature).sum(1) - points @ curvature.T
+        nearest = far.argmin(1)
+        within = far <= far.min(1)[:, None] + 2 * SUBCELL_RADIUS + 0.2
         zone = within & (np.abs(ahead) <= SUBCELL_RADIUS + 0.2)
         tight = bend < SUBCELL_RADIUS * np.hypot(*curvature.T) + LEAST_BEND
         after_a_gap = np.diff(chosen, prepend=chosen[-1] - len(samples)) != 1
-        pieces = [(those & (after_a_gap | ~np.roll(those, 1, 1))).sum(1) for those in (within, zone)]
-        unique = (pieces[0] <= 1) & (pieces[1] <= 1) & ~(zone & tight).any(1)
+        unique = ~(zone & tight).any(1)
+        for those in (within, zone):
+            unique &= (those & (after_a_gap | ~np.roll(those, 1, 1))).sum(1) <= 1  # begins once: one piece
         u, length = samples_u[chosen[nearest]], len(track.control_points)
         for _ in range(3):
             p, (q, r) = track.spline(np.mod(u, length)) - points, track.spline_derivatives(np.mod(u, length))

@@ -325,7 +325,7 @@ class Noise:
         return {"last": self.last}
 
     def set_state(self, state: dict) -> None:
-        self.last = torch.as_tensor(state["last"])
+        self.last = state["last"]
 
 
 class ReplayBuffer:
@@ -377,7 +377,7 @@ class ReplayBuffer:
         }
 
     def begin_anew(self) -> None:
-        """All cars begin new episodes: what comes next does not follow from the last choices."""
+        """All cars begin new episodes, though no step has ended the old ones: what comes next does not follow from those."""
         self.ended[self.head - 1] = True
 
     def get_state(self) -> dict:
@@ -386,7 +386,7 @@ class ReplayBuffer:
     def set_state(self, state: dict) -> None:
         self.head, self.filled = state["head"], len(state["obs"])
         for name in self.ARRAYS:
-            getattr(self, name)[: self.filled] = torch.as_tensor(state[name])
+            getattr(self, name)[: self.filled] = state[name]
 
 
 # ======================================================================================================================
