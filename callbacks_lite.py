@@ -48,16 +48,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from racer_env import (
-    ACTION_LOW,
-    OBS_HIGH,
-    OBS_LOW,
-    OBS_SIZE,
-    BridgeError,
-    RacerVectorEnv,
-    difference_from_twin,
-    retry_pause_s,
-)
+from racer_env import OBS_HIGH, OBS_LOW, OBS_SIZE, BridgeError, RacerVectorEnv, difference_from_twin, retry_pause_s
 from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND
 
 # The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
@@ -80,7 +71,9 @@ EVAL_TAGS = {  # in TensorBoard and metrics.csv: what summarize() calls it
     "best_clean_lap_time_sec": "best_clean_lap_sec",
     "percent_of_best_lap": "percent_of_best",
     "percent_of_best_reward": "percent_of_best_reward",
+    "percent_of_hand_written": "percent_of_hand_written",
 }
+MANY_TRACKS = 6  # of more than these, training shows a summary: not every track's line, picture and tags
 MIN_CUT_TICKS = 10  # a shorter episode says nothing about a whole one
 EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean look back this many episodes
 CHECKPOINT_FORMAT = 3
@@ -88,15 +81,13 @@ MAY_CHANGE = (  # when a run is resumed
     *("total_timesteps", "run_dir", "run_name", "bridge_url", "bridge_retries"),
     *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
 )
-NOT_SETTINGS = ("resume", "evaluate", "episodes", "json", "export", "checkpoint")  # flags that say what to do, not how
+NOT_SETTINGS = ("start_from", "resume", "evaluate", "episodes", "json", "export", "checkpoint")  # what to do, not how
 ANSWER_TIMEOUT_S = 45.0  # another process that has not answered for so long is considered dead
 RANK_SEED_STRIDE = 1_000_003  # between the random numbers of the processes of a run
 EXIT_ERROR, EXIT_USAGE, EXIT_BRIDGE, EXIT_PROCESS, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 4, 130, 143
 KNOWN_TO_ALL = (0, EXIT_BRIDGE, EXIT_INTERRUPTED, EXIT_TERMINATED)  # ends that every process of a run knows of
 
-# ======================================================================================================================
-# 1  MetricsLogger
-# ======================================================================================================================
+# == 1  MetricsLogger ==================================================================================================
 
 
 class MetricsLogger:
@@ -205,9 +196,7 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     return [row for row in rows if None not in row and None not in row.values() and row["step"]]
 
 
-# ======================================================================================================================
-# 2  RaceStats
-# ======================================================================================================================
+# == 2  RaceStats ======================================================================================================
 
 
 class LapTimer:
@@ -317,20 +306,16 @@ class RaceStats(LapTimer):
     def get_state(self) -> dict[str, np.ndarray]:
         """For a checkpoint taken between rollouts."""
         arrays = {name: getattr(self, name) for name in self.ARRAYS}
-        episodes = np.array(self.episodes, dtype=np.float64).reshape(-1, 3)
-        return {**arrays, "episodes": episodes, "best_lap_sec": self.best_lap_sec}
+        return {**arrays, "episodes": np.array(self.episodes).reshape(-1, 3), "best_lap_sec": self.best_lap_sec}
 
     def set_state(self, state: dict) -> None:
         for name in self.ARRAYS:
             setattr(self, name, np.array(state[name]))
-        self.episodes.clear()
-        self.episodes.extend(tuple(row) for row in state["episodes"].tolist())
+        self.episodes = deque(state["episodes"].tolist(), maxlen=EPISODE_WINDOW)
         self.best_lap_sec = state["best_lap_sec"]
 
 
-# ======================================================================================================================
-# 3  Lap evaluation
-# ======================================================================================================================
+# == 3  Lap evaluation =================================================================================================
 
 
 class Lap(NamedTuple):
@@ -356,6 +341,11 @@ class Episode:
         self.laps.append(Lap(ticks, len(self.rewards), sum(self.off_road[-ticks:]), flying))
 
     @property
+    def failed(self) -> bool:
+        """Without a lap, or ended before the time."""
+        return self.terminated or not self.laps
+
+    @property
     def repeats(self) -> bool:
         """Whether the last two laps are alike to the tick. Where inside of a tick a car crosses the line adds one or two."""
         a, b = self.laps[-2:] if len(self.laps) > 2 else (Lap(0, 0, 0, False), Lap(9, 0, 0, False))
@@ -363,12 +353,11 @@ class Episode:
 
     def repeat(self, length: int) -> None:
         """Fill the episode with its last lap."""
-        ticks, missing = self.laps[-1].ticks, length - len(self.rewards)
-        rewards, off_road = np.resize(self.rewards[-ticks:], missing), np.resize(self.off_road[-ticks:], missing)
-        for i in range(missing):
-            self.rewards.append(float(rewards[i]))
-            self.off_road.append(bool(off_road[i]))
-            if (i + 1) % ticks == 0:
+        ticks = self.laps[-1].ticks
+        while len(self.rewards) < length:
+            self.rewards.append(self.rewards[-ticks])
+            self.off_road.append(self.off_road[-ticks])
+            if len(self.rewards) == self.laps[-1].end + ticks:
                 self.finish_lap(ticks, flying=True)
 
 
@@ -421,7 +410,20 @@ def fastest_lap(episode: Episode) -> dict | None:
     return {"track_id": episode.track, "places": episode.places[lap.end - lap.ticks : lap.end + 1]}
 
 
-def summarize(episodes: list[Episode], config: dict) -> dict:
+def full_throttle(observations: np.ndarray, gain=1.0, offset=0.0) -> np.ndarray:
+    """The hand-written driver: full throttle, and steer to the side that has more room. (N, 14) -> (N, 3)"""
+    right, left = observations[:, 0:4].sum(1), observations[:, 5:9].sum(1)
+    steer = np.clip(gain * (right - left) + offset, -1, 1)
+    return np.stack([steer, np.ones(len(steer)), np.zeros(len(steer))], axis=1)
+
+
+def hand_written_rewards(tracks, config_path) -> dict[str, float]:
+    """What that driver reaches on every track in an episode from the grid."""
+    with contextlib.closing(RacerVectorEnv(len(tracks), tracks, config_path)) as envs:
+        return {episode.track: score([episode]) for episode in evaluate(full_throttle, envs, tracks, whole=False)}
+
+
+def summarize(episodes: list[Episode], config: dict, hand_written: float | None = None) -> dict:
     """Several episodes on one track, from one kind of start. Times in seconds; None for what there is none of.
 
     `percent_of_best` compares the median flying lap with the best one known: clean laps with the best clean lap, unless
@@ -441,7 +443,7 @@ def summarize(episodes: list[Episode], config: dict) -> dict:
     return {
         "track": track,
         "episodes": len(episodes),
-        "failures": sum(e.terminated or not e.laps for e in episodes),  # without a lap, or ended before the time
+        "failures": sum(e.failed for e in episodes),
         "completion_rate": float(np.mean([bool(e.laps) for e in episodes])),
         "mean_reward": score(episodes),
         "mean_length": float(np.mean([len(e.rewards) for e in episodes])),
@@ -456,6 +458,7 @@ def summarize(episodes: list[Episode], config: dict) -> dict:
         "flying_spread_sec": max(seconds["flying"]) - min(seconds["flying"]) if seconds["flying"] else None,
         "percent_of_best": 100 * best_lap / float(np.median(comparable)) if comparable and best_lap else None,
         "percent_of_best_reward": 100 * score(episodes) / best_reward if best_reward else None,
+        "percent_of_hand_written": 100 * score(episodes) / hand_written if (hand_written or 0) > 0 else None,
     }
 
 
@@ -466,7 +469,7 @@ def eval_metrics(results: list[dict]) -> dict[str, float]:
         values = [result[name] for result in results]
         if None not in values:
             metrics[f"eval/{tag}"] = float(np.mean(values))
-        for result in results if len(results) > 1 else ():
+        for result in results if 1 < len(results) <= MANY_TRACKS else ():
             if result[name] is not None:
                 metrics[f"eval/{Path(result['track']).stem}/{tag}"] = result[name]
     return metrics
@@ -483,12 +486,24 @@ def describe(result: dict) -> str:
     text += "" if best_lap is None else f" ({best_lap:.1f} % of the best)"
     text += f", reward {result['mean_reward']:.3f}"
     text += "" if best_reward is None or best_reward < 0 else f" ({best_reward:.1f} %)"
+    if result["percent_of_hand_written"] is not None:
+        text += f", {result['percent_of_hand_written']:.1f} % of the hand-written driver's"
     return f"{text}, {result['clean_laps']} of {result['laps']} laps clean, off the road {result['off_road_share']:.1%}"
 
 
-# ======================================================================================================================
-# 4  The terminal
-# ======================================================================================================================
+def describe_all(results: list[dict]) -> str:
+    """Several tracks as one line of text."""
+    failures, count = (sum(result[name] for result in results) for name in ("failures", "episodes"))
+    reward, off_road = (np.mean([result[name] for result in results]) for name in ("mean_reward", "off_road_share"))
+    text = f"{len(results)} tracks: {count} episodes, {failures} failures, reward {reward:.3f}"
+    shares = {r["track"]: r["percent_of_hand_written"] for r in results if r["percent_of_hand_written"] is not None}
+    if shares:
+        worst = min(shares, key=shares.get)
+        text += f", {np.mean([*shares.values()]):.1f} % of the hand-written driver's (worst {shares[worst]:.1f} % on {worst})"
+    return f"{text}, off the road {off_road:.1%}"
+
+
+# == 4  The terminal ===================================================================================================
 
 
 def say(text: str, end: str = "\n", to: str = "stdout") -> None:
@@ -545,9 +560,7 @@ class Progress:
         say(f"\r{text[: None if end else width]:<{width}}" if self.live else text, end)
 
 
-# ======================================================================================================================
-# 5  Processes: this one alone, or as many as torchrun has started, on one machine or several (gloo)
-# ======================================================================================================================
+# == 5  Processes: this one alone, or as many as torchrun has started, on one machine or several (gloo) ================
 
 _store: dist.Store | None = None  # torchrun's memory, which lasts when it starts the processes again
 _other_core: ThreadPoolExecutor | None = None
@@ -574,10 +587,8 @@ def init_processes() -> None:
         return
     env, timeout = os.environ, timedelta(seconds=ANSWER_TIMEOUT_S)
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]:
-        raise ValueError(
-            f"WORLD_SIZE is {world_size()}, but {', '.join(missing)} is not set; start several processes with torchrun, "
-            "or unset WORLD_SIZE"
-        )
+        found = f"WORLD_SIZE is {world_size()}, but {', '.join(missing)} is not set"
+        raise ValueError(f"{found}; start several processes with torchrun, or unset WORLD_SIZE")
     is_master = rank() == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     with _others_must_answer():
@@ -592,10 +603,8 @@ def _others_must_answer():
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip()[:160]
-        raise ProcessError(
-            f"process {rank()} of {world_size()}: another one of this run has died or does not answer ({reason})"
-        ) from error
+        found = f"process {rank()} of {world_size()}: another one of this run has died or does not answer"
+        raise ProcessError(f"{found} ({str(error).strip()[:160]})") from error
 
 
 def all_gather(value) -> list:
@@ -672,9 +681,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-# ======================================================================================================================
-# 6  Files: checkpoints and the run folder
-# ======================================================================================================================
+# == 6  Files: checkpoints and the run folder ==========================================================================
 
 
 def tensors(value):
@@ -684,6 +691,15 @@ def tensors(value):
     if isinstance(value, list):
         return [tensors(item) for item in value]
     return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+@contextlib.contextmanager
+def _must_fit():
+    """Around the loading of a checkpoint's parts."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"the checkpoint does not fit this program or its settings: {error}") from error
 
 
 def restored(saved, own):
@@ -726,18 +742,15 @@ def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "chec
     except Exception as error:  # torch raises many kinds: truncated, no checkpoint at all, a pickle with code in it
         reason = str(error).strip()[:120].partition("\n")[0]
         other = "checkpoint.pt" if "best" in path.name else "best.pt"
-        raise ValueError(
-            f"{path} is no checkpoint, or a damaged one ({reason}). Nothing in it was run. Take another, e.g. {other} beside it"
-        ) from error
+        found = f"{path} is no checkpoint, or a damaged one ({reason})"
+        raise ValueError(f"{found}. Nothing in it was run. Take another, e.g. {other} beside it") from error
     found = checkpoint.get("algorithm") if isinstance(checkpoint, dict) else None
     if found is None or algorithm not in (found, None):
         what = f"a checkpoint of {found}_racer.py; load it with that" if found else "a file of torch, but no checkpoint"
         raise ValueError(f"{path} is {what}")
     if checkpoint.get("format") != CHECKPOINT_FORMAT or not {"args", "parts", "config", "run"} <= set(checkpoint):
-        raise ValueError(
-            f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}: another version wrote it. "
-            "Use that version, or train anew"
-        )
+        found = f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}"
+        raise ValueError(f"{found}: another version wrote it. Use that version, or train anew")
     return checkpoint
 
 
@@ -766,7 +779,8 @@ def saved_args(Args, settings: dict):
 
 def make_run_folder(algorithm: str, args) -> Path:
     """runs/NAME with the settings, the versions and the commit that made it."""
-    tracks = "-".join(Path(track).stem for track in args.track_id)
+    tracks = "-".join(Path(track).stem for track in args.track_id[:3])
+    tracks = f"random-1-to-{args.random_tracks}" if args.random_tracks else tracks
     name = args.run_name or f"{algorithm}-{tracks}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if Path(name).name != name or name == "..":
         raise ValueError(f"--run-name is {name!r}, which is a path; give a name, and the folder above it as --run-dir")
@@ -807,9 +821,7 @@ def provenance() -> dict:
     return {"command": command, "commit": commit, "versions": versions, "processes": world_size()}
 
 
-# ======================================================================================================================
-# 7  Run
-# ======================================================================================================================
+# == 7  Run ============================================================================================================
 
 
 class Run:
@@ -831,6 +843,7 @@ class Run:
         self.steps = self._steps_before = 0
         self.best = {"score": -math.inf, "step": 0, "results": [], "laps": []}
         self.published_beaten: dict | None = None
+        self.hand_written: dict[str, float] = {}  # that driver's rewards by track, if there are several
         self.metrics: dict[str, float] = {}
         self.saved = True
         self.stopped: int | None = None  # the signal that stops all processes
@@ -850,6 +863,13 @@ class Run:
         self._difference = from_first(self._difference_from_twin)
         if args.resume is None:
             self.stats.begin(together(self.envs.reset, seed=args.seed)[1])
+            if args.start_from is not None:
+                first = from_first(load_checkpoint, args.start_from, self.algorithm, "best.pt")["parts"]
+                with _must_fit():
+                    self.parts["agent"].load_state_dict(first["agent"])
+                    scaler = self.parts["scaler"]  # what the critics have learned is of that scale
+                    scaler.set_state(restored(first["scaler"][0], scaler.get_state()))
+                scaler.begin_anew()
             self.folder = from_first(make_run_folder, self.algorithm, args)
         else:
             self.folder = from_first(resumed_folder, args.resume)
@@ -881,14 +901,13 @@ class Run:
                 f"the rewards or limits in {self.args.config_path} are not those that the run began with "
                 f"({json.dumps(checkpoint['config'])}); put them back, or start a new run"
             )
-        try:
+        with _must_fit():
             processes = len(checkpoint["parts"]["stats"])
             for name, part in self.parts.items():
                 saved = checkpoint["parts"].get(name)
                 if saved is None or part is None:
-                    from_first(
-                        say, f"the checkpoint holds no {name}: the run has a new one, and is not the same bit for bit"
-                    )
+                    lack = f"the checkpoint holds no {name}: the run has a new one, and is not the same bit for bit"
+                    from_first(say, lack)
                 elif hasattr(part, "state_dict"):
                     part.load_state_dict(saved)
                 elif processes == world_size() and saved[rank()] != {} and part.get_state() != {}:
@@ -898,8 +917,6 @@ class Run:
             for name, value in checkpoint["run"].items():
                 setattr(self, name, value)
             self.best["laps"] = [{**lap, "places": lap["places"].numpy()} for lap in self.best["laps"]]
-        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-            raise ValueError(f"the checkpoint does not fit this program or its settings: {error}") from error
         if processes != world_size():
             change = f"{world_size()} instead of {processes} processes"
             from_first(say, f"going on with {change}: the cars begin anew, and not bit for bit")
@@ -919,17 +936,18 @@ class Run:
             len(args.track_id), args.track_id, args.config_path, url if difference else None,
             render_mode=None if difference else "rgb_array", retries=args.bridge_retries,  # a twin draws
         )  # fmt: skip
+        if len(args.track_id) > 1 and not difference:
+            self.hand_written = hand_written_rewards(args.track_id, args.config_path)
         self.logger = MetricsLogger(self.folder, self.steps if resumed else None, tensorboard=args.tensorboard)
         rows = [f"| {name} | {value} |" for name, value in plain_settings(args).items()]
         self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
         self.terminal = Progress(args.total_timesteps, self.steps)
-        text = f"{self.folder}: {args.num_envs} cars on {', '.join(args.track_id)}"
+        tracks = ", ".join(args.track_id) if len(args.track_id) <= MANY_TRACKS else f"{len(args.track_id)} tracks"
+        text = f"{self.folder}: {args.num_envs} cars on {tracks}"
         text += f" in the game at {', '.join(args.bridge_url)}" if args.bridge_url else ""
         text += f", {world_size()} processes" if world_size() > 1 else ""
         if url:
-            text += (
-                f"; evaluated in the game, since {difference}" if difference else "; evaluated on the embedded engine"
-            )
+            text += "; evaluated " + (f"in the game, since {difference}" if difference else "on the embedded engine")
         self.terminal.say(text + (f", going on from step {self.steps:,}" if resumed else ""))
 
     def _on_signal(self, number, _frame) -> None:
@@ -998,17 +1016,19 @@ class Run:
 
     def _evaluate(self, drive: Callable) -> dict | None:
         episodes = evaluate(drive, self.eval_envs, self.args.track_id, whole=False)
-        results = [summarize([episode], self.envs.config) for episode in episodes]
+        results = [summarize([e], self.eval_envs.config, self.hand_written.get(e.track)) for e in episodes]
         for name, value in eval_metrics(results).items():
             self.logger.record(name, value)
+        lines = [describe(result) for result in results if len(results) <= MANY_TRACKS]
+        for line in lines or [describe_all(results)]:
+            self.terminal.say(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {line}")
         for result in results:
-            self.terminal.say(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {describe(result)}")
             mark, lap = PUBLISHED_LAP_TICKS.get(result["track"], 0) / TICKS_PER_SECOND, result["flying_lap_sec"]
             if self.published_beaten is None and lap is not None and lap < mark:
                 self.published_beaten = {"lap": lap, "mark": mark, "steps": self.steps, "seconds": self.seconds}
         if score(episodes) <= self.best["score"]:
             return None
-        laps = [lap for episode in episodes if (lap := fastest_lap(episode))]
+        laps = [lap for episode in episodes[:MANY_TRACKS] if (lap := fastest_lap(episode))]
         return {"score": score(episodes), "step": self.steps, "results": results, "laps": laps}
 
     def _draw(self, laps: list[dict], replay: bool = False) -> None:
@@ -1064,14 +1084,10 @@ class Run:
                 "parts": parts,
                 "run": {**run, "published_beaten": self.published_beaten},
             }
-            self.saved = from_first(self._write, name, checkpoint)
+            self.saved = from_first(write_checkpoint, self.folder / name, checkpoint)
+            if self.saved and rank() == 0 and _store is not None and name == "checkpoint.pt":
+                _store.set("saved", str(self.folder.resolve()))  # for torchrun's next attempt
         return self.saved
-
-    def _write(self, name: str, checkpoint: dict) -> bool:
-        written = write_checkpoint(self.folder / name, checkpoint)
-        if written and _store is not None and name == "checkpoint.pt":
-            _store.set("saved", str(self.folder.resolve()))  # for torchrun's next attempt
-        return written
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -1112,6 +1128,8 @@ class Run:
         say("time      " + ", ".join(f"{name} {s:.1f} s ({s / session:.0%})" for name, s in shares))
         for i, result in enumerate(self.best["results"]):
             say(f"best      {describe(result)}" if i == 0 else f"          {describe(result)}")
+        if len(self.best["results"]) > 1:
+            say(f"          {describe_all(self.best['results'])}")
         if self.best["results"]:
             say(f"          at step {self.best['step']:,}")
         if beaten := self.published_beaten:
@@ -1129,9 +1147,7 @@ class Run:
         return {**reached, "best": self.best, "published_beaten": self.published_beaten}
 
 
-# ======================================================================================================================
-# 8  Command line
-# ======================================================================================================================
+# == 8  Command line ===================================================================================================
 
 
 def _count(words: list[str]) -> int:
@@ -1159,14 +1175,13 @@ def make_envs(args) -> RacerVectorEnv:
     size, place, urls = world_size(), rank(), args.bridge_url
     cars, tracks = args.num_envs // size, len(args.track_id)
     if args.num_envs % size or cars < tracks:
-        raise ValueError(
-            f"--num-envs is {args.num_envs}; it must be a multiple of the number of processes ({size}), "
-            f"and give each a car on every track ({tracks})"
-        )
+        needed = f"a multiple of the number of processes ({size}), and give each a car on every track ({tracks})"
+        raise ValueError(f"--num-envs is {args.num_envs}; it must be {needed}")
     own_urls = urls[place::size] or urls[place % max(len(urls), 1) :][:1]
     return together(
         RacerVectorEnv, cars, args.track_id, args.config_path, own_urls or None, args.start,
         retries=args.bridge_retries, stagger=True, first_car=place * cars, patience=args.patience,
+        off_road_price=args.off_road_price,
     )  # fmt: skip
 
 
@@ -1177,15 +1192,19 @@ def first_look(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}")
     for name in ("track-id", "bridge-url"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*")
+    parser.add_argument("--random-tracks", "--random_tracks", type=int, default=0)
+    parser.add_argument("--start-from", "--start_from")
     parser.add_argument("--slow-game", "--slow_game", action=argparse.BooleanOptionalAction)
     parser.add_argument("-h", "--help", action="store_true")
     look = parser.parse_known_args(argv)[0]
-    tasks = [f"--{name}" for name in ("resume", "evaluate", "export") if getattr(look, name)]
+    tasks = [f"--{n.replace('_', '-')}" for n in ("start_from", "resume", "evaluate", "export") if getattr(look, n)]
     if len(tasks) > 1:
         raise ValueError(f"{' and '.join(tasks)} are different tasks; give one of them")
     for flag, other in (("export", "checkpoint"), ("checkpoint", "export"), ("json", "evaluate")):
         if getattr(look, flag) and not getattr(look, other):
             raise ValueError(f"--{flag} needs --{other} as well")
+    if look.random_tracks and look.track_id:
+        raise ValueError("--random-tracks and --track-id both name tracks; give one of them")
     if look.bridge_url == []:
         raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
     return look
@@ -1202,8 +1221,15 @@ def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], d
         preset = Args()
         slow = look.bridge_url or look.slow_game
         changes = {**presets["slow game"], "slow_game": bool(look.slow_game)} if slow else {}
-        changes = changes | (presets["several tracks"] if len(look.track_id or ()) > 1 else {})
+        several = "random tracks" if look.random_tracks else "several tracks" if len(look.track_id or ()) > 1 else None
+        changes = changes | presets.get(several, {}) | (presets["start from"] if look.start_from else {})
+        if look.start_from:  # networks of the same size, which see the same
+            networks = from_first(load_checkpoint, look.start_from, algorithm, "best.pt")["args"]
+            changes |= {name: networks[name] for name in ("hidden", "hide_arc") if name in networks}
         changes |= {"start": "grid"} if slow else {}  # the game has no other
+    if look.random_tracks and not look.resume:
+        tracks = tuple(f"random-{number}" for number in range(1, look.random_tracks + 1))
+        changes |= {"random_tracks": look.random_tracks, "track_id": tracks}
     preset = dataclasses.replace(preset, **changes)
     if look.help:
         say(help_text(Args, preset, doc))
@@ -1229,8 +1255,10 @@ def help_text(Args, preset, doc: str) -> str:
             value, flag = getattr(preset, name), name.replace("_", "-")
             if isinstance(value, bool):
                 flag, value = f"[no-]{flag}", "yes" if value else "no"
-            elif isinstance(value, (tuple, Path, int)):
-                value = {tuple: lambda v: " ".join(v), int: "{:,}".format}.get(type(value), lambda v: v.name)(value)
+            elif isinstance(value, tuple):
+                value = " ".join(value if len(value) <= 3 else (*value[:3], "..."))
+            elif isinstance(value, (Path, int)):
+                value = value.name if isinstance(value, Path) else f"{value:,}"
             lines.append(f"  --{flag:<20} {text[1]}" + (f" ({value})" if value not in (None, "") else ""))
             name = None
     return "\n".join(lines)
@@ -1252,12 +1280,8 @@ ENDS: dict[type, tuple[int, str, str]] = {
     FloatingPointError: (EXIT_ERROR, ". Learning has blown up; start again with a smaller --learning-rate", ""),
     ValueError: (EXIT_USAGE, "", ""),
     OSError: (EXIT_USAGE, "", ""),
-    KeyboardInterrupt: (
-        EXIT_INTERRUPTED,
-        "stopped at once; --resume goes on from the last checkpoint, if there is one",
-        "",
-    ),
-}
+    KeyboardInterrupt: (EXIT_INTERRUPTED, "stopped at once; --resume goes on from the last checkpoint, if there is one", ""),
+}  # fmt: skip
 
 
 def run_command(algorithm: str, Args, presets: dict, make_agent: Callable, train: Callable, doc: str) -> int:
@@ -1307,20 +1331,22 @@ def evaluate_driver(args, algorithm: str, make_agent: Callable) -> list[dict]:
     if args.json:
         args.json.touch()  # fail now, not after the drive
     say(f"{args.episodes} episodes a track, from {'the grid' if args.start == 'grid' else 'anywhere'}")
+    comparable = args.start == "grid" and not args.bridge_url
+    hand_written = hand_written_rewards(args.track_id, args.config_path) if comparable else {}
     for track in args.track_id:
         settings = {"bridge_url": args.bridge_url or None, "start": args.start, "retries": args.bridge_retries}
         with contextlib.closing(RacerVectorEnv(args.episodes, track, args.config_path, **settings)) as envs:
-            results.append(summarize(evaluate(agent.drive, envs, [track], args.seed), envs.config))
+            episodes = evaluate(agent.drive, envs, [track], args.seed)
+        results.append(summarize(episodes, envs.config, hand_written.get(track)))
         say(describe(results[-1]))
     if len(results) > 1:
-        failures, count = (sum(result[name] for result in results) for name in ("failures", "episodes"))
-        say(f"all tracks: {count} episodes, {count - failures} without failure ({1 - failures / count:.1%})")
+        say(describe_all(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
     return results
 
 
-def export_driver(args, algorithm: str, make_agent: Callable) -> Path:
+def export_driver(args, algorithm: str, make_agent: Callable) -> None:
     """`--export`: a driver as the browser game loads it. It normalises observations as the stats say, then asks the model."""
     try:
         import onnx  # noqa: F401  torch.onnx needs it
@@ -1328,10 +1354,8 @@ def export_driver(args, algorithm: str, make_agent: Callable) -> Path:
     except ImportError as error:
         raise ValueError("--export needs packages that are not installed: pip install onnx onnxruntime") from error
     agent, path = load_driver(args.checkpoint, args, algorithm, make_agent), args.export / "model.onnx"
-    mean, std = agent.obs_mean.numpy(), torch.sqrt(agent.obs_var).numpy()
-    farthest = np.abs(np.stack([OBS_LOW - mean, OBS_HIGH - mean]) / std).max()
-    stats = {"obs_mean": mean.tolist(), "obs_var": agent.obs_var.tolist()}
-    stats |= {"clip_obs": max(10.0, math.ceil(farthest)), "epsilon": agent.NORM_EPSILON}  # no observation is clipped
+    stats = {"obs_mean": agent.obs_mean.tolist(), "obs_var": agent.obs_var.tolist()}
+    stats |= {"clip_obs": agent.NORM_CLIP, "epsilon": agent.NORM_EPSILON}
     args.export.mkdir(parents=True, exist_ok=True)
     (args.export / "vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
     names = {"input_names": ["obs"], "output_names": ["actions"], "opset_version": 13}
@@ -1344,10 +1368,10 @@ def export_driver(args, algorithm: str, make_agent: Callable) -> Path:
     obs = np.random.default_rng(0).uniform(OBS_LOW, OBS_HIGH, (10_000, OBS_SIZE)).astype(np.float32)
     normalized_obs = (obs - np.float32(stats["obs_mean"])) / np.sqrt(np.float32(stats["obs_var"]) + stats["epsilon"])
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (actions,) = session.run(None, {"obs": normalized_obs.astype(np.float32)})
+    clipped = np.clip(normalized_obs, -stats["clip_obs"], stats["clip_obs"]).astype(np.float32)
+    (actions,) = session.run(None, {"obs": clipped})
     difference = float(np.abs(actions - agent.drive(obs)).max())
     if not difference <= 1e-5:
         raise ValueError(f"the exported model acts otherwise than the checkpoint: its actions differ by {difference:g}")
-    say(f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json -> actions [batch, {len(ACTION_LOW)}]")
+    say(f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json -> actions [batch, {actions.shape[1]}]")
     say(f"checked on 10,000 observations: the actions differ by {difference:.1e} at most")
-    return path

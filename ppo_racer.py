@@ -1,7 +1,7 @@
 """PPO for the top-down racer, whole in this file. It trains a driver that beats the game's published one.
 
-    python ppo_racer.py --total-timesteps 2000000                    # about 14 s: laps of 6.5 s on track-01
-    python ppo_racer.py --track-id track-03 --total-timesteps 4000000
+    python ppo_racer.py --total-timesteps 2000000                    # 12 s: laps of 6.5 s on track-01
+    python ppo_racer.py --random-tracks 24                           # 75 s: a driver for every track
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python ppo_racer.py --resume runs/NAME                           # go on after an interruption, bit for bit
@@ -11,8 +11,8 @@
     tensorboard --logdir runs
 
 PPO (Schulman et al. 2017) repeats three steps: drive all cars for a few ticks with the policy as it is (`rollout`), work
-out how much better each action went than expected (`compute_gae`), and take a few optimiser steps toward the better ones
-without moving far from the policy that drove (`ppo_loss`, `update`). `train` is the loop around them: begin there.
+out how much better each action went than expected (`make_batch`, `compute_gae`), and take a few optimiser steps toward the
+better ones without moving far from the policy that drove (`ppo_loss`, `update`). `train` is the loop around them: begin there.
 
 Shapes: T ticks of a rollout, N cars of this process, B = T * N samples. `obs` is raw, `normalized_obs` is normalised.
 """
@@ -33,12 +33,10 @@ from callbacks_lite import (
     world_size,
 )  # fmt: skip
 from racer_env import (
-    ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_MEAN, OBS_SIZE, OBS_STD, RacerVectorEnv, RewardScaler,
+    ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, RacerVectorEnv, RewardScaler, obs_moments,
 )  # fmt: skip
 
-# ======================================================================================================================
-# Args
-# ======================================================================================================================
+# == Args ==============================================================================================================
 
 
 @dataclasses.dataclass
@@ -48,6 +46,8 @@ class Args:
     """environment steps of the whole run, all cars together"""
     seed: int = 1
     """seed of everything random: same seed, same command, same numbers"""
+    start_from: Path | None = None
+    """a new run that begins with the networks of this checkpoint or run folder"""
     resume: Path | None = None
     """go on from this run folder or checkpoint with its settings; --total-timesteps may extend it"""
     evaluate: Path | None = None
@@ -64,6 +64,8 @@ class Args:
     # -- env
     track_id: tuple[str, ...] = ("track-01",)
     """track, or several to train one driver on all: names or .json files"""
+    random_tracks: int = 0
+    """train on random-1 to random-N: a driver for every track, also for those it has never seen"""
     config_path: Path = DEFAULT_CONFIG_PATH
     """reward weights and episode limits"""
     start: str = "grid"
@@ -71,11 +73,13 @@ class Args:
     bridge_url: tuple[str, ...] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
     slow_game: bool = False
-    """on the embedded engine: the defaults that --bridge-url has"""
+    """the defaults of --bridge-url, but on the embedded engine, to try them without the game"""
     bridge_retries: int = 0
-    """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
+    """how often in a row to connect again when the bridge fails; 0: save a checkpoint and stop"""
+    off_road_price: float = 1.0
+    """multiply the config's offTrackPenalty by this while learning: more makes careful drivers"""
     patience: int = 0
-    """put a car back to the start when it has got no farther for so many ticks (as truncated); 0: never"""
+    """truncate the episode of a car that has got no farther for so many ticks; 0: never"""
     num_envs: Count = 512
     """cars driven at once, all processes together; on a bridge every car is a connection"""
 
@@ -92,6 +96,8 @@ class Args:
     """first standard deviation of the inputs; learned from then on"""
     init_throttle: float = 1.0
     """first mean of the throttle, with the brake off; starting with throttle speeds up early learning"""
+    hide_arc: bool = False
+    """hide where on the track the car is, so that the networks cannot learn a track by heart"""
     hidden: Count = 64
     """width of the two hidden layers of actor and critic"""
 
@@ -141,11 +147,16 @@ PRESETS = {  # other defaults, for commands that ask for them
         "learning_rate": 1e-3, "eval_every": 10_000, "checkpoint_every": 10_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
+    "random tracks": {  # --random-tracks: none of them is known by heart
+        "total_timesteps": 8_000_000, "start": "anywhere", "off_road_price": 3.0, "hidden": 96, "hide_arc": True,
+        "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
+    },
+    "start from": {
+        "total_timesteps": 300_000, "learning_rate": 1e-3, "eval_every": 100_000, "checkpoint_every": 100_000,
+    },
 }  # fmt: skip
 
-# ======================================================================================================================
-# Agent
-# ======================================================================================================================
+# == Agent =============================================================================================================
 
 
 class Agent(nn.Module):
@@ -157,21 +168,23 @@ class Agent(nn.Module):
     a racing car uses most of the time, hard to reach.) Without noise the driver gives the mean.
     """
 
-    NORM_EPSILON = 1e-6
+    NORM_EPSILON, NORM_CLIP = 1e-6, 4.0
 
-    def __init__(self, hidden: int = 64, init_std: float = 0.5, init_throttle: float = 1.0):
+    def __init__(self, hidden: int = 64, init_std: float = 0.5, init_throttle: float = 1.0, hide_arc: bool = False):
         super().__init__()
         self.actor = mlp(hidden, len(ACTION_LOW), output_gain=0.01)
         self.critic = mlp(hidden, 1, output_gain=1.0)
         self.log_std = nn.Parameter(torch.full((len(ACTION_LOW),), math.log(init_std)))
         with torch.no_grad():
+            # The brake begins below 0, which the game clamps to 0.
             self.actor[-1].bias.copy_(torch.tensor([0.0, init_throttle, -init_throttle / 2]))
-        # A fixed mean and deviation. As buffers they are saved and exported with the weights.
-        self.register_buffer("obs_mean", torch.tensor(OBS_MEAN))
-        self.register_buffer("obs_var", torch.tensor(OBS_STD).square())
+        # Fixed means and variances of observations. As buffers they are saved and exported with the weights.
+        for name, values in zip(("obs_mean", "obs_var"), obs_moments(hide_arc), strict=True):
+            self.register_buffer(name, torch.from_numpy(values))
 
     def normalize(self, obs):
-        return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
+        scaled = (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
+        return scaled.clamp(-self.NORM_CLIP, self.NORM_CLIP)
 
     def value(self, normalized_obs):
         return self.critic(normalized_obs).squeeze(-1)
@@ -212,13 +225,11 @@ def gaussian_entropy(log_std):
     return log_std.sum() + 0.5 * len(log_std) * math.log(2 * math.pi * math.e)
 
 
-# ======================================================================================================================
-# Rollout and advantages
-# ======================================================================================================================
+# == Rollout and advantages ============================================================================================
 
 
 class Storage:
-    """One rollout. `obs` has a row more: the observations after the last tick."""
+    """One rollout. `obs` has T + 1 rows: the last one is what the cars see after the last tick."""
 
     def __init__(self, steps: int, num_envs: int):
         self.obs = torch.zeros(steps + 1, num_envs, OBS_SIZE)  # (T + 1, N, 14)
@@ -257,19 +268,19 @@ def compute_gae(rewards, values, next_values, terminated, truncated, gamma: floa
     A terminated episode has no future, so nothing is expected after it. A truncated one would have gone on: the critic's
     value of its last observation stands for the rest. Both reset the sum, because the next tick belongs to another episode.
     """
-    errors = rewards + gamma * next_values * ~terminated - values
-    carry = gamma * gae_lambda * ~(terminated | truncated)
-    advantages = np.zeros_like(errors)
-    advantage = np.zeros_like(errors[0])
-    for t in reversed(range(len(errors))):
-        advantage = errors[t] + carry[t] * advantage
+    td_errors = rewards + gamma * next_values * ~terminated - values
+    decay = gamma * gae_lambda * ~(terminated | truncated)
+    advantages = np.zeros_like(td_errors)
+    advantage = np.zeros_like(td_errors[0])
+    for t in reversed(range(len(td_errors))):
+        advantage = td_errors[t] + decay[t] * advantage
         advantages[t] = advantage
     return advantages, advantages + values
 
 
 @torch.no_grad()
 def make_batch(agent: Agent, storage: Storage, scaler: RewardScaler, args: Args):
-    """What the update learns from. -> tensors (B, ...) by name, metrics"""
+    """What the update learns from: advantages and returns of scaled rewards. -> tensors (B, ...) by name, metrics"""
     normalized_obs = agent.normalize(storage.obs)
     all_values = agent.value(normalized_obs).numpy().astype(np.float64)  # (T + 1, N)
     values, next_values = all_values[:-1], all_values[1:].copy()
@@ -296,15 +307,13 @@ def explained_variance(values, returns) -> float:
     return float(1 - (returns - values).var() / variance) if variance > 0 else 0.0
 
 
-# ======================================================================================================================
-# Loss and update
-# ======================================================================================================================
+# == Loss and update ===================================================================================================
 
 
 def ppo_loss(logprobs, old_logprobs, advantages, clip_coef: float):
     """The clipped objective: making good actions more probable, or bad ones less, gains nothing beyond the clip.
 
-    -> loss, and the log of the ratios (B,)
+    Advantages are normalised in every minibatch. -> loss, and the log of the ratios (B,)
     """
     advantages = (advantages - advantages.mean()) / (advantages.std(unbiased=False) + 1e-8)
     logratio = logprobs - old_logprobs
@@ -351,7 +360,7 @@ def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, ge
     """
     parameters, policy_losses, value_losses, logratios = list(agent.parameters()), [], [], []
     count = max(1, round(len(batch["returns"]) * world_size() / args.minibatch_size))
-    for mb in (mb for _ in range(args.update_epochs) for mb in minibatches(batch, count, generator)):  # every epoch's
+    for mb in (mb for _ in range(args.update_epochs) for mb in minibatches(batch, count, generator)):  # of all epochs
         optimizer.zero_grad()
         (policy_loss, logratio), value_loss = on_two_cores(
             partial(actor_backward, agent, mb, args.clip_coef, ent_coef), partial(critic_backward, agent, mb)
@@ -381,13 +390,11 @@ def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, ge
     }
 
 
-# ======================================================================================================================
-# Train
-# ======================================================================================================================
+# == Train =============================================================================================================
 
 
 def make_agent(args: Args) -> Agent:
-    return Agent(args.hidden, args.init_std, args.init_throttle)
+    return Agent(args.hidden, args.init_std, args.init_throttle, args.hide_arc)
 
 
 def train(args: Args) -> dict:

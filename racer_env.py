@@ -49,12 +49,11 @@ from racer_sim import (
     TICKS_PER_SECOND,
     TRACKS,
     RacerSim,
+    is_finite,
     load_track,
 )
 
-# ======================================================================================================================
-# 1  The contract
-# ======================================================================================================================
+# == 1  The contract ===================================================================================================
 
 OBS_NAMES = (*(f"ray{i}" for i in range(NUM_RAYS)), "speed", "yawRate", "steer", "arc", "centreline")
 OBS_LOW = np.array([0.0] * NUM_RAYS + [0.0, -1.0, -1.0, 0.0, 0.0], dtype=np.float32)
@@ -62,9 +61,12 @@ OBS_HIGH = np.ones(OBS_SIZE, dtype=np.float32)
 ACTION_NAMES = ("steer", "throttle", "brake")
 ACTION_LOW = np.array([-1.0, 0.0, 0.0], dtype=np.float32)
 ACTION_HIGH = np.array([1.0, 1.0, 1.0], dtype=np.float32)
-# Mean and deviation of observations on these tracks at a fair pace, rounded: rays, speed, yaw rate, steer, arc, centreline.
-OBS_MEAN = (*[0.25] * NUM_RAYS, 0.6, 0.0, 0.0, 0.5, 0.2)
+# Mean and deviation of observations, rounded, for networks: rays, speed, yaw rate, steer, arc, centreline distance.
+OBS_MEAN = (*[0.25] * NUM_RAYS, 0.6, 0.0, 0.0, 0.5, 0.2)  # on the game's tracks, at a fair pace
 OBS_STD = (*[0.2] * NUM_RAYS, 0.25, 0.3, 0.5, 0.3, 0.15)
+# The same of good drivers on many tracks. Rays to the sides tell how wide the road is, and here they count for more.
+BLIND_MEAN = (0.25, 0.27, 0.4, 0.7, 0.9, 0.7, 0.4, 0.27, 0.25, 0.8, 0.0, 0.0, 0.0, 0.15)
+BLIND_STD = (0.07, 0.08, 0.17, 0.2, 0.16, 0.2, 0.17, 0.08, 0.07, 0.2, 0.25, 0.2, 1e15, 0.09)  # the arc vanishes
 
 # What info holds after a step, with its type: the game's keys, in the game's order.
 STEP_INFO: dict[str, type] = {
@@ -78,13 +80,16 @@ STEP_INFO: dict[str, type] = {
     "stillnessCounter": int,
 }
 INFO_KEYS = {kind: [key for key, k in STEP_INFO.items() if k is kind] for kind in (float, int, bool)}
+ENGINE_NAMES = {  # what the engine calls it, but for the reward parts
+    "tick": "step_count", "rawSpeed": "speed", "lap": "lap", "checkpoint": "checkpoint", "stepCount": "step_count",
+    "wallContact": "wall_contact", "stillnessCounter": "stillness",
+}  # fmt: skip
 RESET_INFO = ("lap", "checkpoint", "stepCount")
 
 ENV_ID = "TopDownRacer-v0"
 DEFAULT_CONFIG_PATH = Path(__file__).with_name("ai-config.json")
 NO_LIMIT = np.int64(2**62)
 STAGGER_STRIDE = 7919  # a prime: with it, cars that are neighbours are far apart in the order of first endings
-DEFAULT_BRIDGE_URL = "ws://localhost:9876"
 CONNECT_TIMEOUT_S = 10.0
 REPLY_TIMEOUT_S = 30.0
 LONGEST_PAUSE_S = 30.0  # before connecting to a bridge again
@@ -107,12 +112,15 @@ class BridgeUrlError(BridgeError, ValueError):
     """A malformed bridge URL."""
 
 
-def observation_space() -> gym.spaces.Box:
-    return gym.spaces.Box(OBS_LOW, OBS_HIGH, dtype=np.float32)
+def make_spaces() -> tuple[gym.spaces.Box, gym.spaces.Box]:
+    """Of one car's observations and actions, float32."""
+    return gym.spaces.Box(OBS_LOW, OBS_HIGH), gym.spaces.Box(ACTION_LOW, ACTION_HIGH)
 
 
-def action_space() -> gym.spaces.Box:
-    return gym.spaces.Box(ACTION_LOW, ACTION_HIGH, dtype=np.float32)
+def obs_moments(hide_arc: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and variance (14,) for a network's normaliser; with `hide_arc` it does not see where on the track the car is."""
+    mean, std = (BLIND_MEAN, BLIND_STD) if hide_arc else (OBS_MEAN, OBS_STD)
+    return np.array(mean, np.float32), np.square(std, dtype=np.float32)
 
 
 def load_config(config_path: str | Path | None = None) -> dict:
@@ -123,6 +131,8 @@ def load_config(config_path: str | Path | None = None) -> dict:
     if config_path is not None and not isinstance(config_path, (str, Path)):
         raise ValueError(f"config_path is {_start_of(config_path)}; it must be the path of a JSON file")
     path = Path(config_path or DEFAULT_CONFIG_PATH)
+    if path == DEFAULT_CONFIG_PATH and not path.exists():  # installed with pip, which takes the modules only
+        return copy.deepcopy(DEFAULT_CONFIG)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -134,39 +144,28 @@ def load_config(config_path: str | Path | None = None) -> dict:
         _check_keys(config[section], defaults, f"config file {path}", f"{section}.")
         for key, value in config[section].items():
             wanted = "a whole number of ticks, 1 or more" if section == "episode" else "a finite number"
-            fits = _is_number(value) and (section != "episode" or (isinstance(value, int) and value >= 1))
+            fits = is_finite(value) and (section != "episode" or (isinstance(value, int) and value >= 1))
             if key == "stillnessSpeedThreshold":
                 wanted, fits = "a speed, 0 or more", fits and value >= 0
             if not fits:
-                name, example = f"{section}.{key}", defaults[key]
-                raise ValueError(
-                    f"config file {path}: {name} is {_start_of(value)}; it must be {wanted}, e.g. {example}"
-                )
+                found = f"config file {path}: {section}.{key} is {_start_of(value)}"
+                raise ValueError(f"{found}; it must be {wanted}, e.g. {defaults[key]}")
     return config
 
 
 def _check_keys(found, expected: dict, source: str, prefix: str) -> None:
+    keys = ", ".join(expected)
     if not isinstance(found, dict):
         what = f"{prefix[:-1]} is" if prefix else "it is"
-        raise ValueError(
-            f"{source}: {what} {_start_of(found)}; it must be an object with the keys {', '.join(expected)}"
-        )
+        raise ValueError(f"{source}: {what} {_start_of(found)}; it must be an object with the keys {keys}")
     for key in sorted(set(found) - set(expected)):
         near = difflib.get_close_matches(key, expected, n=1)
-        hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(expected)}"
+        hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {keys}"
         raise ValueError(f"{source}: unknown key {prefix}{key}; {hint}")
     for key in expected:
         if key not in found:
             example = json.dumps(expected[key])
             raise ValueError(f"{source}: {prefix}{key} is missing; the game needs the config whole, e.g. {example}")
-
-
-def _is_number(value) -> bool:
-    """A finite number that a float can hold. (True is none, nor is a whole number of 400 digits.)"""
-    try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _start_of(value, length: int = 80) -> str:
@@ -182,9 +181,8 @@ def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
     except ValueError as error:
         raise ValueError(f"action is ragged: {_start_of(actions)}; it must have shape {shape}") from error
     if array.dtype.kind not in "fiu":
-        raise ValueError(
-            f"action has dtype {array.dtype}: {_start_of(actions)}; it must be numbers {list(ACTION_NAMES)}"
-        )
+        found = f"action has dtype {array.dtype}: {_start_of(actions)}"
+        raise ValueError(f"{found}; it must be numbers {list(ACTION_NAMES)}")
     if array.shape != shape:
         wanted = f"{shape}: {list(ACTION_NAMES)}" + (" per car" * (len(shape) > 1))
         raise ValueError(f"action has shape {array.shape}; it must have shape {wanted}")
@@ -196,9 +194,7 @@ def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-# ======================================================================================================================
-# 2  Embedded cars
-# ======================================================================================================================
+# == 2  Embedded cars ==================================================================================================
 
 
 class EmbeddedCars:
@@ -215,43 +211,27 @@ class EmbeddedCars:
     def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, start: str, first_car: int = 0):
         self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
         self.sim = RacerSim(num_cars, track_ids, config, start, first_car=first_car)
-        self._distance, self._half_width = np.zeros(num_cars), np.ones(num_cars)
+        self.off_road = np.zeros(num_cars, bool)
 
     def reset(self, cars: np.ndarray, seeds: Sequence[int] | None = None):
         if seeds is not None:
             self.sim.seed_cars(cars, seeds)
         observations = self.sim.reset(cars).astype(np.float32)
-        sim = self.sim
-        places = {"lap": sim.lap, "checkpoint": sim.checkpoint, "stepCount": sim.step_count}
-        return observations, {key: value[cars] for key, value in places.items()}
+        return observations, {key: getattr(self.sim, ENGINE_NAMES[key])[cars] for key in RESET_INFO}
 
     def step(self, actions: np.ndarray):
         sim = self.sim
         observations, rewards, terminated, truncated = sim.step(actions)
-        self._distance, self._half_width = sim.centre_distance, sim.half_width
-        info = {  # copies, so that callers cannot change the cars
-            **sim.parts,
-            "tick": sim.step_count.copy(),
-            "rawSpeed": sim.speed.copy(),
-            "lap": sim.lap.copy(),
-            "checkpoint": sim.checkpoint.copy(),
-            "stepCount": sim.step_count.copy(),
-            "wallContact": sim.wall_contact.copy(),
-            "stillnessCounter": sim.stillness.copy(),
-        }
+        self.off_road = sim.centre_distance > sim.half_width
+        # Copies, so that callers cannot change the cars.
+        info = sim.parts | {key: getattr(sim, name).copy() for key, name in ENGINE_NAMES.items()}
         return observations.astype(np.float32), rewards, terminated, truncated, info
-
-    @property
-    def off_road(self) -> np.ndarray:
-        return self._distance > self._half_width
 
     def close(self) -> None:
         pass
 
 
-# ======================================================================================================================
-# 3  Bridge cars
-# ======================================================================================================================
+# == 3  Bridge cars ====================================================================================================
 
 
 class _DeadlineSocket(socket.socket):
@@ -306,7 +286,6 @@ class BridgeConnection:
         self.url, self.number, self.steps = url, number, 0
         self.websocket: websocket.WebSocket | None = None
         host, port = self._parse(url)
-        sock = None
         try:
             plain = socket.create_connection((host, port), CONNECT_TIMEOUT_S)  # tries all addresses of the name
             sock = _DeadlineSocket(fileno=plain.detach())
@@ -314,9 +293,7 @@ class BridgeConnection:
             sock.expect(CONNECT_TIMEOUT_S, MAX_REPLY_BYTES)
             options = {"socket": sock, "redirect_limit": 0, "skip_utf8_validation": True}  # decoding a reply checks it
             self.websocket = websocket.create_connection(url, timeout=CONNECT_TIMEOUT_S, **options)
-        except Exception as error:  # the library raises a dozen kinds for a dozen kinds of wrong server
-            if sock is not None:
-                sock.close()
+        except Exception as error:  # a dozen kinds for a dozen kinds of wrong server; the library has closed the socket
             raise BridgeError(f"no game bridge at {url}: {self._connect_problem(error)}. {BRIDGE_HINT}") from error
 
     @staticmethod
@@ -327,7 +304,7 @@ class BridgeConnection:
         except (ValueError, AttributeError, TypeError):
             scheme, host, port = "", None, None
         if scheme != "ws" or not host or port == 0:
-            raise BridgeUrlError(f"{url!r} is not a bridge URL; it must look like {DEFAULT_BRIDGE_URL}. {BRIDGE_HINT}")
+            raise BridgeUrlError(f"{url!r} is not a bridge URL; it must look like ws://localhost:9876. {BRIDGE_HINT}")
         return host, port or 80
 
     @staticmethod
@@ -377,15 +354,13 @@ class BridgeConnection:
             begin = b"".join(self.websocket.frame_buffer.recv_buffer)[:80].decode("utf-8", errors="replace")
             raise self._fail(f"the reply is longer than {MAX_REPLY_BYTES:,} bytes: {_start_of(begin)}") from error
         except (TimeoutError, websocket.WebSocketTimeoutException) as error:
-            raise self._fail(
-                f"no reply within {REPLY_TIMEOUT_S:g} s; the game stalls or has stopped. {BRIDGE_HINT}"
-            ) from error
+            problem = f"no reply within {REPLY_TIMEOUT_S:g} s; the game stalls or has stopped. {BRIDGE_HINT}"
+            raise self._fail(problem) from error
         except (websocket.WebSocketProtocolException, websocket.WebSocketPayloadException, UnicodeError) as error:
             raise self._fail(f"the reply is not a text frame of WebSocket ({_start_of(str(error))})") from error
         except (OSError, websocket.WebSocketException, ValueError, AttributeError) as error:
-            raise self._fail(
-                f"the connection was lost ({_start_of(str(error) or type(error).__name__)}). {BRIDGE_HINT}"
-            ) from error
+            problem = f"the connection was lost ({_start_of(str(error) or type(error).__name__)}). {BRIDGE_HINT}"
+            raise self._fail(problem) from error
         if opcode == websocket.ABNF.OPCODE_CLOSE:
             code = int.from_bytes(data[:2], "big") if len(data) >= 2 else "none"
             raise self._fail(f"the server closed the connection (code {code}). {BRIDGE_HINT}")
@@ -413,7 +388,7 @@ class BridgeConnection:
         if kind is bool:
             if isinstance(value, bool):
                 return value
-        elif _is_number(value):
+        elif is_finite(value):
             if kind is float:
                 return float(value)
             if value == int(value) and abs(value) < 2**53:
@@ -467,11 +442,9 @@ class BridgeConnection:
         connection, self.websocket = self.websocket, None
         if connection is None or connection.sock is None:
             return
-        try:
+        with contextlib.suppress(OSError, websocket.WebSocketException, ValueError):
             connection.sock.settimeout(0.2)
             connection.send_close()
-        except (OSError, websocket.WebSocketException, ValueError):
-            pass
         connection.shutdown()
 
 
@@ -485,12 +458,9 @@ class BridgeCars:
         self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
         self.config, self._last_step = config, None
         self.connections: list[BridgeConnection] = []
-        try:
+        with self._closing_on_error():
             for i in range(num_cars):
                 self.connections.append(BridgeConnection(urls[i % len(urls)], i))
-        except BridgeError:
-            self.close()
-            raise
 
     def reset(self, cars: np.ndarray, seeds: Sequence[int] | None = None):
         chosen = [self.connections[i] for i in cars]  # the real game has one start and no seeds
@@ -507,9 +477,8 @@ class BridgeCars:
                 connection.send_step(action)
             results = [connection.receive_step() for connection in self.connections]
         observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        info = {
-            key: np.array([i[key] for i in infos], np.int64 if kind is int else kind) for key, kind in STEP_INFO.items()
-        }
+        kinds = {**STEP_INFO, **dict.fromkeys(INFO_KEYS[int], np.int64)}  # int has 32 bits on Windows with NumPy 1
+        info = {key: np.array([i[key] for i in infos], kind) for key, kind in kinds.items()}
         observations = np.array(observations, np.float32)
         self._last_step = observations, info["offTrack"]
         return observations, np.array(rewards, float), np.array(terminated), np.array(truncated), info
@@ -565,9 +534,8 @@ def make_cars(num_cars: int, track_id, config: dict, bridge_url, start: str, fir
         raise ValueError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
     for track in track_ids:
         if track.lower().endswith(".json"):
-            raise ValueError(
-                f"track {track!r} is a file, but the real game has only its own tracks, e.g. {', '.join(TRACKS)}"
-            )
+            own = f"its own tracks, e.g. {', '.join(TRACKS)}"
+            raise ValueError(f"track {track!r} is a file, but the real game has only {own}")
     return BridgeCars(int(num_cars), track_ids, config, urls, first_car)
 
 
@@ -598,9 +566,7 @@ class Patience:
         return self.waiting >= self.limit
 
 
-# ======================================================================================================================
-# 4  RacerEnv
-# ======================================================================================================================
+# == 4  RacerEnv =======================================================================================================
 
 
 class RacerEnv(gym.Env):
@@ -657,7 +623,8 @@ class RacerEnv(gym.Env):
 
     ## Arguments
 
-    track_id     "track-01", "track-02", "track-03", or the path of a JSON file {"name", "control_points": [[x, y, half_width]]}
+    track_id     "track-01" to "track-03", "random-1" and so on, or the path of a JSON file {"name", "control_points": [[x, y,
+                 half_width], ...]}
     config_path  reward weights and limits in the game's schema; default ai-config.json
     bridge_url   drive in the real game behind this URL, e.g. "ws://localhost:9876"; default: the embedded engine
     start        "grid" or "anywhere"
@@ -677,14 +644,13 @@ class RacerEnv(gym.Env):
         patience: int = 0,
     ):
         _check_render_mode(render_mode, track_id, bridge_url)
-        self.observation_space, self.action_space = observation_space(), action_space()
+        self.observation_space, self.action_space = make_spaces()
         self.render_mode = render_mode
         self._state = "new"  # -> "running" <-> "ended", -> "closed"
         for argument, value in (("track_id", track_id), ("bridge_url", bridge_url)):
             if isinstance(value, (list, tuple)):
-                raise ValueError(
-                    f"{argument} is a list: {_start_of(value)}; one car takes one, RacerVectorEnv takes several"
-                )
+                found = f"{argument} is a list: {_start_of(value)}"
+                raise ValueError(f"{found}; one car takes one, RacerVectorEnv takes several")
         self.config = load_config(config_path)
         self._patience = Patience(1, patience)
         self._cars = make_cars(1, track_id, self.config, bridge_url, start)
@@ -742,9 +708,8 @@ def _check_render_mode(render_mode, track_id, bridge_url) -> None:
     if render_mode is None or bridge_url is None:
         return
     if not set(as_names(track_id, "track_id", "")) <= set(TRACKS):
-        raise ValueError(
-            f"render_mode with a bridge works on the tracks known here ({', '.join(TRACKS)}), not on {track_id!r}"
-        )
+        known = ", ".join(TRACKS)
+        raise ValueError(f"render_mode with a bridge works on the tracks known here ({known}), not on {track_id!r}")
 
 
 def _check_open(state: str) -> None:
@@ -774,9 +739,7 @@ def difference_from_twin(track_id: str, config_path, bridge_url: str) -> str | N
     return None
 
 
-# ======================================================================================================================
-# 5  RacerVectorEnv
-# ======================================================================================================================
+# == 5  RacerVectorEnv =================================================================================================
 
 
 class RacerVectorEnv(gym.vector.VectorEnv):
@@ -795,6 +758,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         retries      connect again after a fault of the bridge, up to so many times in a row (0: raise BridgeError)
         stagger      cut the first episodes short (truncated), each at another time, so that with many cars not all episodes
                      end in the same tick
+        off_road_price   multiplies the config's offTrackPenalty: with more than 1, drivers learn to be careful
         first_car    for a fleet that several processes share: car i of this environment is car first_car + i of the fleet,
                      which decides its track and its seed
     reset(seed=s) seeds car i with s + i.
@@ -822,6 +786,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         stagger: bool = False,
         first_car: int = 0,
         patience: int = 0,
+        off_road_price: float = 1.0,
     ):
         _check_render_mode(render_mode, track_id, bridge_url)
         self.render_mode, self.episode_statistics = render_mode, episode_statistics
@@ -829,10 +794,11 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self.retries, self.bridge_faults, self._failures_in_a_row = retries, 0, 0
         self.first_car, self._state = first_car, "new"
         self.config = load_config(config_path)
+        self.config["weights"]["offTrackPenalty"] *= off_road_price
         self._make_cars = lambda: make_cars(num_envs, track_id, self.config, bridge_url, start, first_car)
         self._cars = self._make_cars()
         self.num_envs, self._patience = int(num_envs), Patience(num_envs, patience)
-        self.single_observation_space, self.single_action_space = observation_space(), action_space()
+        self.single_observation_space, self.single_action_space = make_spaces()
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
         self._camera = make_camera(self._cars, self.config) if render_mode else None
@@ -911,9 +877,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             return [int(seed) + self.first_car + i for i in range(self.num_envs)]
         fits = isinstance(seed, Sequence) and len(seed) == self.num_envs
         if not fits or any(s is not None and (not isinstance(s, int) or s < 0) for s in seed):
-            raise ValueError(
-                f"seed is {_start_of(seed)}; it must be 0 or more, or a list of {self.num_envs}, None for any"
-            )
+            needed = f"0 or more, or a list of {self.num_envs}, None for any"
+            raise ValueError(f"seed is {_start_of(seed)}; it must be {needed}")
         anew = self._state == "new"
         fresh = np.random.SeedSequence().generate_state(self.num_envs) if anew else [None] * self.num_envs
         return [other if s is None else s for s, other in zip(seed, fresh, strict=True)]
@@ -1057,9 +1022,7 @@ def make_camera(cars, config: dict):
     return Camera(cars.sim, is_twin=False)
 
 
-# ======================================================================================================================
-# 6  RewardScaler
-# ======================================================================================================================
+# == 6  RewardScaler ===================================================================================================
 
 
 class RewardScaler:

@@ -24,18 +24,19 @@ Shapes: N cars, R = 9 rays, S wall segments, C control points.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-# ======================================================================================================================
-# 1  Constants
-# ======================================================================================================================
+# == 1  Constants ======================================================================================================
 
 TICKS_PER_SECOND = 60
 DT_S = 1.0 / TICKS_PER_SECOND
@@ -124,12 +125,12 @@ TRACKS: dict[str, list[tuple[float, float, float]]] = {  # (x, y, half-width), c
         (-340, -160, 22)],
 }
 # fmt: on
+RANDOM_LENGTH, RANDOM_HALF_WIDTH = (1_100.0, 3_000.0), (11.0, 30.0)  # of the tracks random-N: about those of the game
 MIN_CONTROL_POINTS, MAX_CONTROL_POINTS = 4, 500
+SPLITMIX_STEP = 0x9E3779B97F4A7C15  # between the states of a generator of random numbers
 MAX_EXTENT = 5_000.0  # units from the origin; beyond these limits a track's tables would take minutes and gigabytes
 
-# ======================================================================================================================
-# 2  Track: from control points to centreline, walls and gates
-# ======================================================================================================================
+# == 2  Track: from control points to centreline, walls and gates ======================================================
 
 
 class Track:
@@ -142,13 +143,15 @@ class Track:
 
     def __init__(self, name: str, control_points: Sequence[Sequence[float]]):
         self.name = name
-        self._search_samples = None
         self.control_points = check_control_points(name, control_points)  # (C, 3)
         self._build_spline()
         self._build_walls()
         self._build_gates()
         self._check_road()
-        self.tables = Tables(self)
+
+    @functools.cached_property
+    def tables(self) -> Tables:
+        return Tables(self)
 
     # -- centreline ----------------------------------------------------------------------------------------------------
 
@@ -169,15 +172,15 @@ class Track:
     def _cubic_at(self, u):
         """Segment coefficients (4, ..., 2) and t (..., 1) at loop parameter u."""
         segment = np.minimum(np.floor(u).astype(np.intp), len(self.control_points) - 1)
-        return self.cubic[:, segment], (u - segment)[..., None]
+        return self.cubic.take(segment, axis=1), (u - segment)[..., None]
 
     def spline(self, u):
         (a, b, c, d), t = self._cubic_at(u)
         return a + t * (b + t * (c + t * d))
 
-    def spline_derivatives(self, u):
-        (_, b, c, d), t = self._cubic_at(u)
-        return b + t * (2 * c + t * 3 * d), 2 * c + t * 6 * d
+    def spline_with_derivatives(self, u):
+        (a, b, c, d), t = self._cubic_at(u)
+        return a + t * (b + t * (c + t * d)), b + t * (2 * c + t * 3 * d), 2 * c + t * 6 * d
 
     def parameter(self, s):
         """Arc length -> loop parameter: linear between the entries of the chord table."""
@@ -187,31 +190,13 @@ class Track:
         return self.spline(self.parameter(s))
 
     def tangent(self, s):
-        derivative = self.spline_derivatives(self.parameter(s))[0]
+        derivative = self.spline_with_derivatives(self.parameter(s))[1]
         return derivative / np.hypot(derivative[..., 0], derivative[..., 1])[..., None]
 
     def half_width(self, s):
         """Half the road's width: linear in arc length between the control points."""
         widths = np.append(self.control_points[:, 2], self.control_points[0, 2])
         return np.interp(np.mod(s, self.length), self.arc[::CHORDS], widths)
-
-    def search(self, x, y):
-        """Projection by brute force: the nearest of samples 2 units apart, as in the game, then of ever finer ones around it.
-
-        -> s, distance, both (N,). Used where the tables cannot promise that one branch of the track is nearest.
-        """
-        samples, finer = max(100, math.ceil(self.length / 2)), 40
-        if self._search_samples is None:
-            self._search_samples = self.position(np.arange(samples * finer) * (self.length / (samples * finer)))
-        fine, points = self._search_samples, np.stack([x, y], axis=1)
-        slices = (points[i : i + 256] for i in range(0, len(points), 256))  # 256 x some 1,000 distances at a time
-        coarse = np.concatenate([_squared_distances(p, fine[::finer]).argmin(1) for p in slices]) * finer
-        window = (coarse[:, None] + np.arange(-finer, finer + 1)) % len(fine)  # (N, 81)
-        nearest = window[np.arange(len(x)), ((fine[window] - points[:, None]) ** 2).sum(2).argmin(1)]
-        around = nearest[:, None] * (self.length / len(fine)) + np.linspace(-0.05, 0.05, 101)
-        squared = ((self.position(around) - points[:, None]) ** 2).sum(2)
-        best = np.arange(len(x)), squared.argmin(1)
-        return np.mod(around[best], self.length), np.sqrt(squared[best])
 
     # -- walls and gates -----------------------------------------------------------------------------------------------
 
@@ -271,15 +256,14 @@ class Track:
         tangent = self.tangent(np.arange(math.ceil(self.length / 2)) * 2.0)
         angle = np.arctan2(tangent[:, 1], tangent[:, 0])
         turned = np.mod(np.diff(angle, append=angle[0]) + math.pi, 2 * math.pi) - math.pi
-        times_around = round(abs(float(turned.sum())) / (2 * math.pi))
-        if times_around > 1:
-            raise ValueError(
-                f"track {self.name!r}: the control points run around {times_around} times; list each point once"
-            )
+        times = round(abs(float(turned.sum())) / (2 * math.pi))
+        if times > 1:
+            raise ValueError(f"track {self.name!r}: the control points run around {times} times; list each point once")
         s = np.arange(math.ceil(self.length / 4)) * 4.0
         centre = self.position(s)
         start, edge = _wall_segments(self)
-        clearance = np.array([_distance_to_segments(p, start, edge).min() for p in centre])
+        slices = (centre[i : i + 64] for i in range(0, len(centre), 64))  # 64 x some 500 distances at a time
+        clearance = np.sqrt(np.concatenate([_squared_to_segments(p, start, edge).min(1) for p in slices]))
         worst = int(clearance.argmin())
         if not clearance[worst] > WALL_TOUCH:
             knots = self.arc[:-1:CHORDS]
@@ -296,53 +280,46 @@ class Track:
 def check_control_points(name: str, control_points) -> np.ndarray:
     """Control points as a (C, 3) array, or a ValueError that says which point is wrong and why."""
     if not isinstance(control_points, (list, tuple, np.ndarray)):
-        raise ValueError(
-            f"track {name!r}: control_points must be a list of [x, y, half_width], got {type(control_points).__name__}"
-        )
+        found = type(control_points).__name__
+        raise ValueError(f"track {name!r}: control_points must be a list of [x, y, half_width], got {found}")
+    found = f"track {name!r}: {len(control_points)} control points"
     if len(control_points) < MIN_CONTROL_POINTS:
-        raise ValueError(
-            f"track {name!r}: {len(control_points)} control points; a closed track needs at least {MIN_CONTROL_POINTS}"
-        )
+        raise ValueError(f"{found}; a closed track needs at least {MIN_CONTROL_POINTS}")
     if len(control_points) > MAX_CONTROL_POINTS:
-        raise ValueError(
-            f"track {name!r}: {len(control_points)} control points; the engine takes {MAX_CONTROL_POINTS} at most. "
-            "The spline is smooth: take every other one"
-        )
+        limit = f"the engine takes {MAX_CONTROL_POINTS} at most"
+        raise ValueError(f"{found}; {limit}. The spline is smooth: take every other one")
     for i, point in enumerate(control_points):
         label = f"track {name!r}: control point {i}"
         if not isinstance(point, (list, tuple, np.ndarray)) or len(point) != 3:
             raise ValueError(f"{label} is {point!r}; each point is [x, y, half_width]")
-        if not all(_is_finite(v) for v in point):
+        if not all(is_finite(v) for v in point):
             raise ValueError(f"{label} {list(point)!r} has a value that is not a finite number")
+        label += f" {_show(point)}"
         if point[2] <= 0:
-            raise ValueError(f"{label} {_show(point)} has half-width {point[2]:g}; it must be greater than 0")
+            raise ValueError(f"{label} has half-width {point[2]:g}; it must be greater than 0")
         if max(abs(point[0]), abs(point[1]), point[2]) > MAX_EXTENT:
-            raise ValueError(
-                f"{label} {_show(point)} lies outside +-{MAX_EXTENT:g} units, the largest track the engine takes"
-            )
+            raise ValueError(f"{label} lies outside +-{MAX_EXTENT:g} units, the largest track the engine takes")
         other = (i + 1) % len(control_points)
         if tuple(point[:2]) == tuple(control_points[other][:2]):
-            raise ValueError(
-                f"{label} {_show(point)} is at the same place as point {other}; remove one (the loop closes by itself)"
-            )
+            raise ValueError(f"{label} is at the same place as point {other}; remove one (the loop closes by itself)")
     return np.array(control_points, dtype=np.float64)
 
 
-def _is_finite(value) -> bool:
-    """A real number that a float can hold. (math.isfinite would trip over a whole number of 400 digits.)"""
-    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and -1e300 < value < 1e300
+def is_finite(value) -> bool:
+    """A number that a float can hold. (True is none, nor is a whole number of 400 digits.)"""
+    return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and abs(value) < 1.79e308
 
 
 def load_track(track_id: str) -> Track:
-    """A built-in track by name, or a track from a JSON file by path. Built once a process."""
+    """A built-in track or a random one by name, or a track from a JSON file by path. Built once a process."""
     if track_id in TRACKS:
         return _cached_track(track_id, tuple(TRACKS[track_id]))
-    path = Path(track_id)
+    if number := re.fullmatch(r"random-(\d{1,15})", str(track_id)):
+        return random_track(int(number[1]))
+    path, form = Path(track_id), '{"name": ..., "control_points": [[x, y, half_width], ...]}'
     if path.suffix.lower() != ".json":
-        raise ValueError(
-            f"unknown track {track_id!r}. Available: {', '.join(TRACKS)}, or the path of a .json file "
-            '{"name": ..., "control_points": [[x, y, half_width], ...]}'
-        )
+        names = f"{', '.join(TRACKS)}, random-1, random-2 and so on"
+        raise ValueError(f"unknown track {track_id!r}. Available: {names}, or the path of a .json file {form}")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -350,9 +327,7 @@ def load_track(track_id: str) -> Track:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"track file {path} is not JSON: {error}") from error
     if not isinstance(data, dict) or "control_points" not in data:
-        raise ValueError(
-            f'track file {path} must be an object {{"name": ..., "control_points": [[x, y, half_width], ...]}}'
-        )
+        raise ValueError(f"track file {path} must be an object {form}")
     name = data.get("name", path.stem)
     if not isinstance(name, str) or not name:
         raise ValueError(f"track file {path}: name must be a text, got {name!r}")
@@ -360,9 +335,77 @@ def load_track(track_id: str) -> Track:
     return _cached_track(name, tuple(map(tuple, points.tolist())))
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)
 def _cached_track(name: str, control_points: tuple) -> Track:
     return Track(name, control_points)
+
+
+@functools.lru_cache(maxsize=256)
+def random_track(number: int) -> Track:
+    """Track random-N, the same for everybody: the first of some loops, ever tamer, on which a car can drive."""
+    # Of any numbers in a row, lengths, widths and wildness are spread evenly: multiples of a square root, without the whole.
+    size, wide, wild = (number * math.sqrt(prime) % 1 for prime in (2, 3, 5))
+    for attempt in itertools.count():
+        points = _random_loop(number << 16 | attempt, size, wide, (0.3 + 0.7 * wild) * 0.97**attempt)
+        if points is not None:
+            with contextlib.suppress(ValueError):
+                track = Track(f"random-{number}", points)
+                if not _crossing_segments(*_wall_segments(track)).any():
+                    return track
+
+
+def _random_loop(state: int, size: float, wide: float, wild: float) -> np.ndarray | None:
+    """A loop with dents (hairpins), bent twice, and kinked in places (chicanes). None if parts of it are too close."""
+
+    def pick(low: float, high: float) -> float:
+        nonlocal state
+        state = (state + SPLITMIX_STEP) % 2**64
+        return low + (high - low) * (int(_scramble(np.array([state], np.uint64))[0]) >> 11) / 2**53
+
+    length = RANDOM_LENGTH[0] + size * (RANDOM_LENGTH[1] - RANDOM_LENGTH[0])
+    # 1. a loop around a middle: waves, then dents
+    angle = np.linspace(0, 2 * math.pi, 400, endpoint=False)
+    waves = (pick(0, 0.35) / math.sqrt(k) * np.cos(k * angle + pick(0, 2 * math.pi)) for k in (2, 3, 4, 5))
+    radius = 1 + wild * sum(waves)
+    for _ in range(int(pick(0, 1.5 + 2.5 * size))):  # a longer track has room for more
+        away = np.mod(angle - pick(0, 2 * math.pi), 2 * math.pi) - math.pi
+        radius *= 1 - pick(0.2, 0.75) * wild * np.exp(-((away / pick(0.2, 0.45)) ** 2))
+    x, y = radius * np.cos(angle), radius * np.sin(angle) * pick(0.6, 1)
+    # 2. bent, so that it need not go around its middle any more
+    for _ in range(2):
+        x, y = y, x + pick(0, 0.45) * wild * np.sin(2 * math.pi * y / pick(1.2, 2.5) + pick(0, 2 * math.pi))
+    # 3. control points along it, not quite evenly
+    arc = np.append(0, np.cumsum(np.hypot(np.diff(x, append=x[0]), np.diff(y, append=y[0]))))
+    count = min(max(round(length / pick(55, 110)), 12), 40)
+    uneven = pick(0, 0.2)
+    s = (np.arange(count) + [pick(-uneven, uneven) for _ in range(count)]) * (arc[-1] / count)
+    points = np.stack([np.interp(s, arc[:-1], v, period=arc[-1]) for v in (x, y)], axis=1) * (length / arc[-1])
+    width = RANDOM_HALF_WIDTH[0] + wide * (RANDOM_HALF_WIDTH[1] - RANDOM_HALF_WIDTH[0])
+    width *= 1 + pick(0, 0.35) * np.cos(2 * math.pi * int(pick(1, 4)) * s / arc[-1] + pick(0, 2 * math.pi))
+    # 4. chicanes: some points move to the left and to the right in turn
+    for _ in range(int(pick(0, 3.5 * wild))):
+        first, aside = int(pick(0, count)), pick(8, 22)
+        for i in range(first, first + int(pick(2, 5))):
+            along = points[(i + 1) % count] - points[(i - 1) % count]
+            points[i % count] += aside * (-1) ** i * np.array([-along[1], along[0]]) / np.hypot(*along)
+    # 5. it begins where it is straightest, and goes either way around
+    edge = np.diff(points, axis=0, append=points[:1])
+    turn = np.abs(np.angle((edge @ [1, 1j]) / np.roll(edge @ [1, 1j], 1)))
+    straightest = int((turn + np.roll(turn, 1) + np.roll(turn, -1)).argmin())
+    points = np.roll(np.column_stack([points, np.clip(width, *RANDOM_HALF_WIDTH)]), -straightest, axis=0)
+    points = points[:: 1 if pick(0, 1) < 0.5 else -1].round(1)  # rounded: machines differ in the last bit of a cosine
+    # A quick look whether walls would cross: two places with far more road between them than air.
+    walls = points[:, None, 2] + points[:, 2] + 2 * RUNOFF_WIDTH
+    close = _squared_distances(points, points) < walls**2
+    apart = np.abs(np.arange(count)[:, None] - np.arange(count)) * (length / count)
+    return None if (close & (np.minimum(apart, length - apart) > 1.6 * walls)).any() else points
+
+
+def _scramble(z):
+    """splitmix64's output function: uint64 -> uint64, one to one, no visible order left."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 def _show(point) -> str:
@@ -407,31 +450,33 @@ def _crossing_segments(start, edge):
     return np.isin(np.arange(len(start)), np.concatenate([i[crossed], j[crossed]]))
 
 
-def _distance_to_segments(point, start, edge):
-    offset = start - point
-    share = np.clip(-(offset * edge).sum(1) / (edge**2).sum(1), 0, 1)
-    return np.hypot(*(offset + share[:, None] * edge).T)
+def _squared_to_segments(points, start, edge):
+    """The squared distance of every point (P, 2) to every segment (S, 2). -> (P, S), in the precision of what is given"""
+    (px, py), (sx, sy), (ex, ey) = points.T, start.T, edge.T
+    x, y = px[:, None] - sx, py[:, None] - sy
+    share = np.minimum(np.maximum((x * ex + y * ey) / (ex * ex + ey * ey), 0), 1)
+    x -= share * ex
+    y -= share * ey
+    return x * x + y * y
 
 
-# ======================================================================================================================
-# 3  Tables: what could matter from here
-# ======================================================================================================================
+# == 3  Tables: what could matter from here ============================================================================
 
-CELL = 8.0  # edge of a square cell; a cell knows, for each direction bin, which walls a ray can meet first
+CELL = 12.0  # edge of a square cell; a cell knows, for each direction bin, which walls a ray can meet first
 BINS = 64  # direction bins; the 22.5 degrees between rays are exactly 4 of them
 BIN = 2 * math.pi / BINS
 RAY_BINS = np.rint(RAY_ANGLES / BIN).astype(np.intp)[:, None]  # (R, 1)
-SPLIT = 4  # a cell has SPLIT x SPLIT subcells; a subcell knows where on the track it is and which walls are near
+SPLIT = 6  # a cell has SPLIT x SPLIT subcells; a subcell knows where on the track it is and which walls are near
 SUBCELL = CELL / SPLIT
 MAX_CHAIN = 16  # a ray finds its wall in a chain of up to this many neighbours by bisection
 CHAIN_HALVES = (8, 4, 2, 1)
 CHAIN_BITS = 5  # a row is `first << CHAIN_BITS | length`; length 0 means "first is the number of a candidate list"
 PAD = MAX_CHAIN + 4  # closed lines are stored with this much overlap, so that a chain never has to wrap
-BLOCK = 8  # tables are built for BLOCK x BLOCK cells at a time
+BLOCK = 7  # tables are built for BLOCK x BLOCK cells at a time
 SAMPLE_SPACING = 2.0  # of the centreline samples that guesses are made from
-SUBCELL_RADIUS = SUBCELL * math.sqrt(0.5)
-LEAST_BEND = 0.15  # nearer to a centre of curvature than this share of its radius, the projection is searched for
-LONGEST_STEP = 0.4  # units; a guess that has to be corrected by more is not trusted
+CELL_RADIUS, SUBCELL_RADIUS = CELL * math.sqrt(0.5), SUBCELL * math.sqrt(0.5)
+LEAST_BEND = 0.2  # nearer to a centre of curvature than this share of its radius, the projection is searched for
+LONGEST_STEP = 0.35  # units; a guess that has to be corrected by more is not trusted
 
 
 class Tables:
@@ -500,17 +545,12 @@ class Tables:
         self.mirrored = one_after_another[2:, backwards].ravel()
         self.following = np.concatenate([np.roll(np.arange(n), -1), n + np.roll(np.arange(n), -1)])
         self.crossing = _crossing_segments(*_wall_segments(track))
-        edge = np.diff(self.vertex, axis=0)
-        nowhere = [
-            *(np.cumsum([len(line) for line in lines]) - 1),
-            len(edge) - 1,
-        ]  # joints between lines, and "nothing"
-        edge[nowhere] = 1.0
+        self.edge = edge = np.diff(self.vertex, axis=0)
         self.nothing = len(edge) - 1
-        self.edge = edge
-        self.normal = (
-            edge / np.hypot(*edge.T)[:, None] @ np.array([[0.0, 1.0], [-1.0, 0.0]])
-        )  # to the left: to the road
+        nowhere = [*(np.cumsum([len(line) for line in lines]) - 1), self.nothing]  # also the joints between lines
+        edge[nowhere] = 1.0
+        # To the left: to the road.
+        self.normal = edge / np.hypot(*edge.T)[:, None] @ np.array([[0.0, 1.0], [-1.0, 0.0]])
         self.offset = (self.normal * self.vertex[:-1]).sum(1)  # normal . p = offset on the segment's line
         self.normal[nowhere], self.offset[nowhere] = 0.0, np.inf
         self.vertex_x, self.vertex_y = self.vertex.T.copy()
@@ -535,18 +575,12 @@ class Tables:
             where = slice((first + 1) * SPLIT**2, (stop + 1) * SPLIT**2)
             middle = points.mean(0)
             reach = np.hypot(*(points - middle).T).max()
-            self.guess[:, where] = self._project_centres(track, points, middle, reach, samples_u, samples)
+            self.guess[:, where] = self._project_centres(track, self.centres[first:stop], points, samples_u, samples)
             # walls, in single precision: the bounds are taken a little wider than they are
-            to_middle = _distance_to_segments(middle, start, edge)
+            to_middle = np.sqrt(_squared_to_segments(middle[None], start, edge)[0])
             chosen = np.flatnonzero(to_middle <= max(to_middle.min(), WALL_TOUCH + SUBCELL) + 2 * reach)
-            (px, py), (sx, sy), (ex, ey) = (
-                np.float32(a.T) for a in (points - middle, start[chosen] - middle, edge[chosen])
-            )
-            ox, oy = px[:, None] - sx, py[:, None] - sy
-            share = np.minimum(np.maximum((ox * ex + oy * ey) / (ex * ex + ey * ey), 0), 1)
-            ox -= share * ex
-            oy -= share * ey
-            squared = ox * ox + oy * oy
+            nearby = (points - middle, start[chosen] - middle, edge[chosen])
+            squared = _squared_to_segments(*(np.float32(array) for array in nearby))
             margin = SUBCELL_RADIUS + 1e-3
             self.clearance[where] = np.maximum(0, np.sqrt(squared.min(1)) - margin)
             i, j = np.nonzero(squared < (WALL_TOUCH + margin) ** 2)
@@ -554,16 +588,36 @@ class Tables:
             near_walls.append(self.real[chosen[j]])
         self._pack_wall_lists(np.concatenate(near_cells), np.concatenate(near_walls))
 
-    def _project_centres(self, track: Track, points, middle, reach, samples_u, samples):
-        """Nearest spline parameter and its gradient for the points of one block; NaN where it is not unique. -> (3, P)
+    def _project_centres(self, track: Track, cells, points, samples_u, samples):
+        """Nearest spline parameter and its gradient for the subcells `points` of one block; NaN where it is not unique. -> (3, P)
 
-        What is nearest to some point of a subcell is little farther from its centre than what is nearest to that (`within`),
-        and lies about at right angles to it (`zone`). If each of the two is one piece, and none of the zone curves around the
-        car more tightly than the car is far from it, then the distance has a single minimum, wherever in the subcell the car is.
+        Whole cells are asked first. Only where the nearest place is not unique in a cell, each of its subcells is asked.
         """
-        to_middle = np.hypot(*(samples - middle).T)
-        chosen = np.flatnonzero(to_middle <= to_middle.min() + 2 * reach + 4)
-        q, r = track.spline_derivatives(samples_u[chosen])
+        found = self._nearest_samples(track, cells, CELL_RADIUS, 0.5, samples_u, samples)
+        u, unique = (v.repeat(SPLIT**2) for v in found)
+        if len(rest := np.flatnonzero(~unique)):
+            each = self._nearest_samples(track, points[rest], SUBCELL_RADIUS, LEAST_BEND, samples_u, samples)
+            u[rest], unique[rest] = each
+        for _ in range(3):
+            p, q, r = track.spline_with_derivatives(np.mod(u, len(track.control_points)))
+            p = p - points
+            bend = np.where(unique, (q * q + p * r).sum(1), 1.0)
+            step = np.where(unique, (p * q).sum(1) / bend, 0)
+            u = u - step
+        return np.where(unique, np.stack([u, *(q * (SUBCELL / bend)[:, None]).T]), np.nan)
+
+    @staticmethod
+    def _nearest_samples(track: Track, points, radius, least_bend, samples_u, samples):
+        """The parameter of the sample nearest to each point, and whether what is nearest is unique for the disc around it. (P,)
+
+        What is nearest to some point of a disc is little farther from its centre than what is nearest to that (`within`),
+        and lies about at right angles to it (`zone`). If each of the two is one piece, and none of the zone curves around the
+        car more tightly than the car is far from it, then the distance has a single minimum, wherever in the disc the car is.
+        """
+        middle = points.mean(0)
+        to_middle, reach = np.hypot(*(samples - middle).T), np.hypot(*(points - middle).T).max()
+        chosen = np.flatnonzero(to_middle <= to_middle.min() + 2 * (reach + radius) + 1)
+        _, q, r = track.spline_with_derivatives(samples_u[chosen])
         slope = (q * q).sum(1)
         tangent = q / np.sqrt(slope)[:, None]
         curvature = (r - (r * tangent).sum(1)[:, None] * tangent) / slope[:, None]  # as a vector to its centre
@@ -572,24 +626,17 @@ class Tables:
         ahead = (samples[chosen] * tangent).sum(1) - points @ tangent.T
         bend = 1 + (samples[chosen] * curvature).sum(1) - points @ curvature.T
         nearest = far.argmin(1)
-        within = far <= far.min(1)[:, None] + 2 * SUBCELL_RADIUS + 0.2
-        zone = within & (np.abs(ahead) <= SUBCELL_RADIUS + 0.2)
-        tight = bend < SUBCELL_RADIUS * np.hypot(*curvature.T) + LEAST_BEND
+        within = far <= far.min(1)[:, None] + 2 * radius + 0.2
+        zone = within & (np.abs(ahead) <= radius + 0.2)
+        tight = bend < radius * np.hypot(*curvature.T) + least_bend
         after_a_gap = np.diff(chosen, prepend=chosen[-1] - len(samples)) != 1
         unique = ~(zone & tight).any(1)
         for those in (within, zone):
             unique &= (those & (after_a_gap | ~np.roll(those, 1, 1))).sum(1) <= 1  # begins once: one piece
-        u, length = samples_u[chosen[nearest]], len(track.control_points)
-        for _ in range(3):
-            p, (q, r) = track.spline(np.mod(u, length)) - points, track.spline_derivatives(np.mod(u, length))
-            bend = np.where(unique, (q * q + p * r).sum(1), 1.0)
-            u = u - np.where(unique, (p * q).sum(1) / bend, 0)
-        return np.where(unique, np.stack([u, *(q * (SUBCELL / bend)[:, None]).T]), np.nan)
+        return samples_u[chosen[nearest]], unique
 
     def _pack_wall_lists(self, subcell, wall) -> None:
-        """Pairs (subcell, wall) -> a table of lists of equal width, filled up with the segment that is nowhere."""
-        order = np.argsort(subcell, kind="stable")
-        subcell, wall = subcell[order], wall[order]
+        """Pairs (subcell, wall), in order -> a table of lists of equal width, filled up with the segment that is nowhere."""
         cells, first, count = np.unique(subcell, return_index=True, return_counts=True)
         self.walls = np.full((1 + len(cells), max(1, count.max(initial=0))), self.nothing, np.intp)
         row = np.repeat(np.arange(len(cells)), count)
@@ -610,7 +657,7 @@ class Tables:
             walls.append(listed_walls)
         rows, walls = np.concatenate(rows), np.concatenate(walls)
         order = np.argsort(rows, kind="stable")
-        rows, self.list_walls = rows[order], walls[order]
+        rows, self.list_walls = rows[order], walls[order].astype(np.int32)
         listed, start = np.unique(rows, return_index=True)
         self.list_start = np.append(start, len(rows))  # (lists + 1,)
         self.rows[listed] = np.arange(len(listed)) << CHAIN_BITS
@@ -633,7 +680,8 @@ class _RayBlock:
         start, edge = tables.vertex[tables.real], tables.edge[tables.real]
         middle = centres.mean(0)
         reach = np.hypot(*(centres - middle).T).max()
-        self.chosen = np.flatnonzero(_distance_to_segments(middle, start, edge) < RAY_RANGE + radius + reach)
+        within = (RAY_RANGE + radius + reach) ** 2
+        self.chosen = np.flatnonzero(_squared_to_segments(middle[None], start, edge)[0] < within)
         self.tangled = tables.crossing[self.chosen].any()
         (sx, sy), (ex, ey) = start[self.chosen].T, edge[self.chosen].T
         self.ex, self.ey = ex, ey
@@ -662,9 +710,8 @@ class _RayBlock:
         # The others: every segment that some ray of the family may meet before the chain that closes the view.
         listed = [self._possible_hits(self.height >= -self.radius, self.tables.real, 0.0, ~simple, limit)]
         if self.tangled:
-            listed.append(
-                self._possible_hits(self.height <= self.radius, self.tables.mirrored, BINS / 2, ~simple, limit)
-            )
+            visible = self.height <= self.radius
+            listed.append(self._possible_hits(visible, self.tables.mirrored, BINS / 2, ~simple, limit))
         return rows, *(np.concatenate(parts) for parts in zip(*listed, strict=True))
 
     def _possible_hits(self, visible, index, turned, wanted, limit):
@@ -732,55 +779,52 @@ class _RayBlock:
         return nearest
 
     def _chains(self, hit):
-        """Extend each hit along its wall until both ends are outside the family. All (rows,)
+        """Extend each hit along its wall, backward and forward, until both ends are outside the family. All (rows,)
 
         -> first vertex, number of segments, distance that none of it exceeds, whether both ends were found (so that no ray
         gets past), whether all segments are facing (so that bisection finds the right one).
         """
-        tables, reach = self.tables, (RAY_RANGE + self.radius) ** 2
-        rows = np.flatnonzero(hit >= 0)
-        (qx, qy), angle = self.centres[rows // BINS].T, rows % BINS * BIN
-        angle = np.stack([angle - self.MARGIN, angle + BIN + self.MARGIN])
-        cos, sin = np.cos(angle), np.sin(angle)
-        segment = tables.real[self.chosen[hit[rows]]]
-        ends, far, found, facing = (
-            [segment, segment + 1],
-            np.zeros(len(rows)),
-            np.ones(len(rows), bool),
-            np.ones(len(rows), bool),
-        )
-        for end, step in ((0, -1), (1, 1)):
-            active = np.arange(len(rows))
-            for extension in range(MAX_CHAIN):
-                vertex = ends[end][active]
-                x, y = tables.vertex_x[vertex] - qx[active], tables.vertex_y[vertex] - qy[active]
-                last = vertex - end  # the segment that ends here
-                normal_x, normal_y = tables.normal_x[last], tables.normal_y[last]
-                squared = x * x + y * y
-                far[active] = np.maximum(far[active], squared)
-                facing[active] &= normal_x * x + normal_y * y < -self.radius
-                beside = step * (cos[:, active] * y - sin[:, active] * x)
-                beyond = np.minimum(beside[0], beside[1]) > self.radius
-                # The chain also ends where the wall leaves the rays' range for good: what a ray would meet there, on the
-                # segment or on its line prolonged, is out of range. (normal_y, -normal_x) is the segment's direction.
-                leaving = (x * normal_y - y * normal_x) * step > 0
-                active = active[~(beyond | (leaving & (squared > reach)))]
-                if not len(active):
-                    break
-                if extension + 1 < MAX_CHAIN:
-                    ends[end][active] += step
-            found[active] = False
+        tables, reach, rows = self.tables, (RAY_RANGE + self.radius) ** 2, np.flatnonzero(hit >= 0)
+        count, edges = len(rows), np.arange(BINS + 1) * BIN
+        walks = np.arange(2 * count)  # a walk backward from every row's hit, and then one forward
+        forward = walks >= count
+        (qx, qy), step = np.tile(self.centres[rows // BINS].T, 2), np.where(forward, 1, -1)
+        bins = np.tile(rows % BINS, 2)
+        low, high = edges[:-1] - self.MARGIN, edges[1:] + self.MARGIN
+        low_x, low_y, high_x, high_y = (f(angle).take(bins) * step for angle in (low, high) for f in (np.cos, np.sin))
+        vertex = np.tile(tables.real[self.chosen[hit[rows]]], 2) + forward
+        far, facing, found = np.zeros(2 * count), np.ones(2 * count, bool), np.ones(2 * count, bool)
+        for extension in range(MAX_CHAIN):
+            here = vertex.take(walks)
+            last = here - forward.take(walks)  # the segment that ends here
+            x, y = tables.vertex_x.take(here) - qx.take(walks), tables.vertex_y.take(here) - qy.take(walks)
+            normal_x, normal_y = tables.normal_x.take(last), tables.normal_y.take(last)
+            squared = x * x + y * y
+            far[walks] = np.maximum(far.take(walks), squared)
+            facing[walks] &= normal_x * x + normal_y * y < -self.radius
+            past_low = low_x.take(walks) * y - low_y.take(walks) * x
+            past_high = high_x.take(walks) * y - high_y.take(walks) * x
+            beyond = np.minimum(past_low, past_high) > self.radius
+            # The chain also ends where the wall leaves the rays' range for good: what a ray would meet there, on the
+            # segment or on its line prolonged, is out of range. (normal_y, -normal_x) is the segment's direction.
+            leaving = (squared > reach) & ((x * normal_y - y * normal_x) * step.take(walks) > 0)
+            walks = walks[~(beyond | leaving)]
+            if not len(walks):
+                break
+            if extension + 1 < MAX_CHAIN:
+                vertex[walks] += step.take(walks)
+        found[walks] = False
+        backward, forward = vertex.reshape(2, count)
         first = np.zeros(self.count * BINS, np.intp)
-        length, closed, faced = np.zeros_like(first), np.zeros(len(first), bool), np.zeros(len(first), bool)
-        farthest = np.zeros(len(first))
-        first[rows], length[rows], closed[rows], faced[rows] = ends[0], ends[1] - ends[0], found, facing
-        farthest[rows] = np.sqrt(far) + self.radius
+        length, farthest = np.zeros_like(first), np.zeros(len(first))
+        closed, faced = np.zeros(len(first), bool), np.zeros(len(first), bool)
+        first[rows], length[rows] = backward, forward - backward
+        closed[rows], faced[rows] = found.reshape(2, count).all(0), facing.reshape(2, count).all(0)
+        farthest[rows] = np.sqrt(far.reshape(2, count).max(0)) + self.radius
         return first, length, farthest, closed, faced
 
 
-# ======================================================================================================================
-# 4  World: the tables of all tracks in a batch, end to end, and what is asked of them every tick
-# ======================================================================================================================
+# == 4  World: the tables of all tracks in a batch, end to end, and what is asked of them every tick ===================
 
 
 class World:
@@ -815,19 +859,21 @@ class World:
         self.length = np.array([track.length for track in self.tracks])
         counts = [len(track.control_points) for track in self.tracks]
         self.segment_start = offsets([c + 2 for c in counts]) + 1
-        cubic = np.concatenate(
-            [np.pad(track.cubic, ((0, 0), (1, 1), (0, 0)), mode="wrap") for track in self.tracks], axis=1
-        )
-        self.cubic = [
-            np.ascontiguousarray(c) for c in cubic.transpose(2, 0, 1).reshape(8, -1)
-        ]  # ax bx cx dx ay by cy dy
-        arc, chord, width, slope = zip(*(self._padded_arc(track) for track in self.tracks), strict=True)
-        self.arc, self.chord, self.width_at_0, self.width_slope = (
-            joined(arc),
-            joined(chord),
-            joined(width),
-            joined(slope),
-        )
+        one_more = ((0, 0), (1, 1), (0, 0))
+        cubic = np.concatenate([np.pad(track.cubic, one_more, mode="wrap") for track in self.tracks], axis=1)
+        self.cubic = list(cubic.transpose(2, 0, 1).reshape(8, -1))  # ax bx cx dx ay by cy dy
+        padded = zip(*(self._padded_arc(track) for track in self.tracks), strict=True)
+        self.arc, self.chord, self.width_at_0, self.width_slope = map(joined, padded)
+
+        # -- samples 2 units apart, as in the game, for places that the tables do not know; one more at each end
+        counts = [max(100, math.ceil(track.length / 2)) for track in self.tracks]
+        self.sample_u = np.zeros((len(self.tracks), max(counts) + 2))
+        self.sample_x, self.sample_y = np.full((2, len(self.tracks), max(counts)), np.inf)
+        for i, (track, count) in enumerate(zip(self.tracks, counts, strict=True)):
+            u = track.parameter(np.arange(count) * (track.length / count))
+            self.sample_x[i, :count], self.sample_y[i, :count] = track.spline(u).T
+            around = len(track.control_points)
+            self.sample_u[i, : count + 2] = [u[-1] - around, *u, u[0] + around]
 
         # -- walls
         vertex_start = offsets([len(t.vertex) for t in tables])
@@ -840,9 +886,7 @@ class World:
         walls = [np.pad(t.walls, ((0, 0), (0, widest - t.walls.shape[1])), constant_values=t.nothing) for t in tables]
         self.walls = joined(w + start for w, start in zip(walls, vertex_start, strict=True))
         wall_list_start = offsets([len(t.walls) for t in tables])
-        self.wall_list = joined(t.wall_list + start for t, start in zip(tables, wall_list_start, strict=True)).astype(
-            np.intp
-        )
+        self.wall_list = joined(t.wall_list + np.int32(start) for t, start in zip(tables, wall_list_start, strict=True))
 
         # -- rays
         list_start = offsets([len(t.list_start) - 1 for t in tables])
@@ -853,7 +897,7 @@ class World:
         self.rows = joined(rows).astype(np.int32)
         self.list_count = joined(np.diff(t.list_start) for t in tables)
         self.list_start = offsets(self.list_count)
-        self.list_walls = joined(t.list_walls + start for t, start in zip(tables, vertex_start, strict=True))
+        self.list_walls = joined(t.list_walls + np.int32(start) for t, start in zip(tables, vertex_start, strict=True))
 
         # -- gates, GATES per track
         self.gate_x, self.gate_y = joined(track.gate_inner for track in self.tracks).T.copy()
@@ -864,11 +908,9 @@ class World:
     @staticmethod
     def _padded_arc(track: Track):
         """Arc length and chord by chord number, half-width as a line in s by segment; one segment more at each end."""
-        chords = np.diff(track.arc)
-        arc = np.concatenate(
-            [track.arc[-CHORDS - 1 : -1] - track.length, track.arc[:-1], track.arc[:CHORDS] + track.length]
-        )
-        chord = np.concatenate([chords[-CHORDS:], chords, chords[:CHORDS]])
+        s, length = track.arc[:-1], track.length
+        arc = np.concatenate([s[-CHORDS:] - length, s, s[:CHORDS] + length])
+        chord = np.pad(np.diff(track.arc), CHORDS, mode="wrap")
         width = np.pad(track.control_points[:, 2], (1, 2), mode="wrap")
         knots = np.append(arc[::CHORDS], arc[-1] + chord[-1])
         slope = np.diff(width) / np.diff(knots)
@@ -913,11 +955,15 @@ class World:
         t = t - step * (1.0 + step * (1.5 * (qx * rx + qy * ry) + 3.0 * (px * dx + py * dy)) / bend)
         px, py = ax + t * (bx + t * (cx + t * dx)) - x, ay + t * (by + t * (cy + t * dy)) - y
         distance = np.sqrt(px * px + py * py)
+        # Too long a step, into another segment, or none at all: two branches are about equally near.
+        sure = (step * step * slope < LONGEST_STEP**2) & (np.abs(t - 0.5) < 0.5 + 0.0005 / CHORDS)
+        if not sure.all():
+            lost = (~sure).nonzero()[0]
+            segment[lost], t[lost], distance[lost] = self._search(track[lost], x[lost], y[lost])
         t = t * CHORDS
         whole = np.minimum(np.maximum(np.floor(t), 0.0), CHORDS - 1.0)  # the segment's own chords, if t is outside
         chord = segment * CHORDS + whole.astype(np.intp)
-        t = t - whole
-        s = self.arc.take(chord, mode="clip") + t * self.chord.take(chord, mode="clip")
+        s = self.arc.take(chord, mode="clip") + (t - whole) * self.chord.take(chord, mode="clip")
         half_width = self.width_at_0.take(segment, mode="clip") + self.width_slope.take(segment, mode="clip") * s
         length = self.length.take(track)
         outside = (s < 1e-9) | (s >= length - 1e-9)
@@ -925,16 +971,24 @@ class World:
             over = s[outside]
             over = over + length[outside] * ((over < -1e-9) - (over >= length[outside] - 1e-9).astype(np.float64))
             s[outside] = np.where(np.abs(over) < 1e-9, 0.0, over)  # the start line is exactly 0, as in the game
-        sure = (step * step * slope < LONGEST_STEP**2) & (np.abs(t - 0.5) < 0.5005)
-        if not sure.all():  # too long a step, into another segment, or none: two branches are about equally near
-            self._search((~sure).nonzero()[0], track, x, y, s, distance, half_width)
         return s, distance, half_width
 
-    def _search(self, cars, track, x, y, s, distance, half_width):
-        for number in set(track[cars].tolist()):
-            chosen = cars[track[cars] == number]
-            s[chosen], distance[chosen] = self.tracks[number].search(x[chosen], y[chosen])
-            half_width[chosen] = self.tracks[number].half_width(s[chosen])
+    def _search(self, track, x, y):
+        """The nearest of samples 2 units apart, as in the game, then of ever finer ones around it. -> segment, t, distance"""
+        car, start = np.arange(len(x)), self.segment_start[track, None]
+        nearest = ((self.sample_x[track] - x[:, None]) ** 2 + (self.sample_y[track] - y[:, None]) ** 2).argmin(1)
+        # sample_u has one more at its beginning
+        low, high = self.sample_u[track, nearest], self.sample_u[track, nearest + 2]
+        for count in (80, 100):
+            u = low[:, None] + (high - low)[:, None] * (np.arange(count + 1) / count)  # (cars, count + 1)
+            segment = np.floor(u).astype(np.intp)
+            t = u - segment
+            ax, bx, cx, dx, ay, by, cy, dy = (c.take(segment + start) for c in self.cubic)
+            squared = (ax + t * (bx + t * (cx + t * dx)) - x[:, None]) ** 2
+            squared += (ay + t * (by + t * (cy + t * dy)) - y[:, None]) ** 2
+            best = squared.argmin(1)
+            low, high = u[car, np.maximum(best - 1, 0)], u[car, np.minimum(best + 1, count)]
+        return (segment + start)[car, best], t[car, best], np.sqrt(squared[car, best])
 
     def nearest_wall(self, subcell, x, y):
         """Distance and nearest point of the nearest wall, as far as WALL_TOUCH; beyond that the distance is just large."""
@@ -967,19 +1021,15 @@ class World:
         across = x * dy - y * dx
         for half in CHAIN_HALVES:
             vertex = np.minimum(segment + half, last)
-            passed = (
-                self.vertex_x.take(vertex, mode="clip") * dy - self.vertex_y.take(vertex, mode="clip") * dx > across
-            )
-            segment = np.where(passed, vertex, segment)
+            vertex_x, vertex_y = self.vertex_x.take(vertex, mode="clip"), self.vertex_y.take(vertex, mode="clip")
+            segment = np.where(vertex_x * dy - vertex_y * dx > across, vertex, segment)
         normal_x, normal_y = self.normal_x.take(segment, mode="clip"), self.normal_y.take(segment, mode="clip")
         ahead = self.offset.take(segment, mode="clip") - normal_x * x - normal_y * y
         # A line that is never met ahead (or "nothing", infinitely far) has an inverse distance of 0 or less.
         distance = 1.0 / np.maximum((normal_x * dx + normal_y * dy) / ahead, 1.0 / RAY_RANGE)
-        listed = np.flatnonzero(count == 0)
-        if len(listed):
-            distance.reshape(-1)[listed] = self._cast_listed(
-                row.reshape(-1)[listed] >> CHAIN_BITS, listed, dx, dy, across, x, y
-            )
+        if len(listed := np.flatnonzero(count == 0)):
+            lists = row.reshape(-1)[listed] >> CHAIN_BITS
+            distance.reshape(-1)[listed] = self._cast_listed(lists, listed, dx, dy, across, x, y)
         return distance
 
     def _cast_listed(self, lists, listed, dx, dy, across, x, y):
@@ -988,7 +1038,8 @@ class World:
         count = self.list_count.take(lists)
         stop = count.cumsum()
         ray = np.repeat(np.arange(len(lists)), count)
-        wall = self.list_walls.take(np.arange(len(ray)) + (self.list_start.take(lists) - stop + count).take(ray))
+        place = np.arange(len(ray)) + (self.list_start.take(lists) - stop + count).take(ray)
+        wall = self.list_walls.take(place).astype(np.intp)
         pair_dx, pair_dy, pair_across = dx.take(ray), dy.take(ray), across.take(ray)
         # A ray meets a segment that begins on its right and ends on its left.
         right = self.vertex_x.take(wall) * pair_dy - self.vertex_y.take(wall) * pair_dx >= pair_across
@@ -1009,16 +1060,7 @@ RAY_BLOCK = 1024  # cars
 RAY_COS, RAY_SIN = np.cos(RAY_ANGLES)[:, None], np.sin(RAY_ANGLES)[:, None]  # (R, 1)
 
 
-# ======================================================================================================================
-# 5  RacerSim: state, reset, step
-# ======================================================================================================================
-
-
-def _scramble(z):
-    """splitmix64's output function: uint64 -> uint64, one to one, no visible order left."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+# == 5  RacerSim: state, reset, step ===================================================================================
 
 
 @functools.lru_cache(maxsize=8)
@@ -1073,7 +1115,7 @@ class RacerSim:
             setattr(self, name, np.zeros(num_cars, np.int64))
         self.wall_contact = np.zeros(num_cars, bool)
         self.parts = {name: np.zeros(num_cars) for name in REWARD_PARTS}
-        self.seed(seed + np.arange(num_cars))
+        self.seed_cars(np.arange(num_cars), seed + np.arange(num_cars))
         self.reset()
 
     # -- state in, state out -------------------------------------------------------------------------------------------
@@ -1089,23 +1131,15 @@ class RacerSim:
         for name in self.STATE:
             value, own = np.asarray(state[name]), getattr(self, name)
             if value.shape != own.shape or value.dtype != own.dtype:
-                raise ValueError(
-                    f"simulation state {name!r} is {value.dtype} {value.shape}, this simulation has {own.dtype} {own.shape}; "
-                    "put it into one with the same number of cars"
-                )
+                found = f"{name!r} is {value.dtype} {value.shape}, this simulation has {own.dtype} {own.shape}"
+                raise ValueError(f"simulation state {found}; put it into one with the same number of cars")
         if not all(np.array_equal(state[name], getattr(self, name)) for name in ("track", "track_mark")):
-            raise ValueError(
-                "simulation state is of other tracks than this simulation drives on; give it the same tracks"
-            )
+            raise ValueError("simulation state is of other tracks than this simulation drives on")
         for name in self.STATE:
             setattr(self, name, np.array(state[name]))
 
-    def seed(self, seeds) -> None:
-        """One stream of random numbers a car: a car's numbers depend on its own seed only, not on who drives beside it."""
-        self.seed_cars(np.arange(self.num_cars), np.broadcast_to(seeds, self.num_cars))
-
     def seed_cars(self, cars, seeds) -> None:
-        """The same for some cars. A seed of None leaves a car's stream as it is."""
+        """A car's random numbers depend on its own seed only, not on who drives beside it. None leaves its stream as it is."""
         self.random_state = self.random_state.copy()
         for car, seed in zip(cars, seeds, strict=True):
             if seed is not None:  # scrambled, so that neighbouring seeds give distant streams
@@ -1113,17 +1147,15 @@ class RacerSim:
 
     def _random(self, cars):
         """The next uniform number in [0, 1) of each car (splitmix64)."""
-        state = self.random_state[cars].view(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        state = self.random_state[cars].view(np.uint64) + np.uint64(SPLITMIX_STEP)
         self.random_state[cars] = state.view(np.int64)
         return (_scramble(state) >> np.uint64(11)) / 2.0**53
 
     # -- reset ---------------------------------------------------------------------------------------------------------
 
     def reset(self, cars=None) -> np.ndarray:
-        """New episodes for the given cars (a mask or indices; default all). -> their observations (n, 14)"""
+        """New episodes for the given cars (indices; default all). -> their observations (n, 14)"""
         cars = np.arange(self.num_cars) if cars is None else np.asarray(cars)
-        if cars.dtype == bool:
-            cars = cars.nonzero()[0]
         for name in (*self.FLOATS, *self.COUNTERS):
             setattr(self, name, getattr(self, name).copy())  # what a step handed out stays as it was
             getattr(self, name)[cars] = 0
@@ -1153,9 +1185,8 @@ class RacerSim:
             centre = t.position(s)
             place = centre + lateral[:, None] * normal
             located = self.world.locate(track[on], *place.T)[0]
-            blocked = (
-                self.world.clearance[located] < WALL_TOUCH
-            )  # smoothed walls may cut a tight corner: start in the middle
+            # Smoothed walls may cut a tight corner: start in the middle.
+            blocked = self.world.clearance[located] < WALL_TOUCH
             x[on], y[on] = np.where(blocked[:, None], centre, place).T
             heading[on] = np.arctan2(tangent[:, 1], tangent[:, 0]) + (2 * turn[on] - 1) * ANYWHERE_HEADING
         self.place(cars, x, y, heading, speed * ANYWHERE_SPEED)

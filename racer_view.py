@@ -50,9 +50,7 @@ SPEED_RANGE = (60.0, MAX_SPEED)  # units/s, from the first colour to the last
 GIF_FRAME_TICKS = 3  # 50 ms: a GIF counts in hundredths of a second
 GIF_MAX_SECONDS = 20
 
-# ======================================================================================================================
-# 1  Painter
-# ======================================================================================================================
+# == 1  Painter ========================================================================================================
 
 
 class Painter:
@@ -145,9 +143,7 @@ class Painter:
 painter_of = functools.lru_cache(maxsize=32)(Painter)  # painting a track is slow
 
 
-# ======================================================================================================================
-# 2  Camera
-# ======================================================================================================================
+# == 2  Camera =========================================================================================================
 
 
 class Camera:
@@ -183,9 +179,7 @@ class Camera:
         return painter_of(self.sim.world.tracks[self.sim.track[car]]).picture(x, y, heading, trail)
 
 
-# ======================================================================================================================
-# 3  A lap
-# ======================================================================================================================
+# == 3  A lap ==========================================================================================================
 
 
 def draw_lap(track_id: str, places: np.ndarray, replay: bool = False):
@@ -212,8 +206,8 @@ def racing_line(painter: Painter, places: np.ndarray) -> np.ndarray:
     image, pen = painter.canvas()
     _paint_way(painter, pen, places)
     picture, pen, unit = _with_caption(image.reduce(SCALE))
-    pen.text((unit, picture.height - 4.6 * unit), f"{painter.track.name}  {_seconds(places)}", **_letters(3.4 * unit))
-    left, top, width = picture.width - 27 * unit, picture.height - 4.2 * unit, round(26 * unit)
+    pen.text((unit, picture.height - 4.2 * unit), f"{painter.track.name}  {_seconds(places)}", **_letters(2.9 * unit))
+    left, top, width = picture.width - 21 * unit, picture.height - 4.2 * unit, round(20 * unit)
     for i in range(width):
         speed = SPEED_RANGE[0] + (SPEED_RANGE[1] - SPEED_RANGE[0]) * i / width
         pen.line((left + i, top, left + i, top + 1.2 * unit), fill=speed_colour(speed))

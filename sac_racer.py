@@ -1,15 +1,14 @@
 """SAC for the top-down racer, whole in this file. It needs few steps, which counts where the game is slow.
 
-    python sac_racer.py                                              # about 60 s: laps of 6.5 s on track-01
+    python sac_racer.py                                              # 59 s: laps of 6.5 s on track-01
     python sac_racer.py --slow-game                                  # as on a bridge: laps of 6.6 s after 60,000 steps
     python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python sac_racer.py --resume runs/NAME                           # go on after an interruption, bit for bit
     python sac_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
     python sac_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
-    tensorboard --logdir runs
 
 SAC (Haarnoja et al. 2018) keeps recent experience in a replay buffer and learns from it many times. Two critics learn what an
-action is worth (`critic_loss`): the rewards of the next n steps, and then what their slowly following targets expect of the
+action is worth (`critic_loss`): the rewards of the next n choices, and then what their slowly following targets expect of the
 policy (`soft_target`). The actor learns actions that the critics value (`actor_loss`), with an entropy bonus whose weight
 `alpha` is learned too (`alpha_loss`). The lower of the two critics counts, against overestimation. The policy drives from the
 first step: there is no phase of random actions. `train` is the loop around them: begin there.
@@ -30,16 +29,13 @@ import torch
 from torch import nn
 
 from callbacks_lite import (
-    Count, Run, all_gather, average_gradients, leave, make_envs, make_generator, mean_metrics, run_command,
-    world_size,
+    Count, Run, all_gather, average_gradients, leave, make_envs, make_generator, mean_metrics, run_command, world_size,
 )  # fmt: skip
 from racer_env import (
-    ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_MEAN, OBS_SIZE, OBS_STD, RacerVectorEnv, RewardScaler,
+    ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, RacerVectorEnv, RewardScaler, obs_moments,
 )  # fmt: skip
 
-# ======================================================================================================================
-# Args
-# ======================================================================================================================
+# == Args ==============================================================================================================
 
 
 @dataclasses.dataclass
@@ -49,6 +45,8 @@ class Args:
     """environment steps of the whole run, all cars together"""
     seed: int = 1
     """seed of everything random: same seed, same command, same numbers"""
+    start_from: Path | None = None
+    """a new run that begins with the networks of this checkpoint or run folder"""
     resume: Path | None = None
     """go on from this run folder or checkpoint with its settings; --total-timesteps may extend it"""
     evaluate: Path | None = None
@@ -65,6 +63,8 @@ class Args:
     # -- env
     track_id: tuple[str, ...] = ("track-01",)
     """track, or several to train one driver on all: names or .json files"""
+    random_tracks: int = 0
+    """train on random-1 to random-N: a driver for every track, also for those it has never seen"""
     config_path: Path = DEFAULT_CONFIG_PATH
     """reward weights and episode limits"""
     start: str = "grid"
@@ -72,11 +72,13 @@ class Args:
     bridge_url: tuple[str, ...] = ()
     """train in the real game behind these URLs instead of the embedded engine"""
     slow_game: bool = False
-    """on the embedded engine: the defaults that --bridge-url has"""
+    """the defaults of --bridge-url, but on the embedded engine, to try them without the game"""
     bridge_retries: int = 0
-    """when the bridge fails, connect again, up to so many times in a row; 0 stops, with a checkpoint"""
+    """how often in a row to connect again when the bridge fails; 0: save a checkpoint and stop"""
+    off_road_price: float = 1.0
+    """multiply the config's offTrackPenalty by this while learning: more makes careful drivers"""
     patience: int = 0
-    """put a car back to the start when it has got no farther for so many ticks (as truncated); 0: never"""
+    """truncate the episode of a car that has got no farther for so many ticks; 0: never"""
     num_envs: Count = 64
     """cars driven at once, all processes together; on a bridge every car is a connection"""
 
@@ -96,11 +98,13 @@ class Args:
     target_entropy: float = -6.0
     """entropy of the three actions in [-1, 1] that alpha holds; lower gives a less random policy in the end"""
     noise_memory: float = 0.0
-    """share of a choice's noise that is kept for the next one; with it, cars try things out for longer than a choice"""
+    """correlation of a choice's noise with the last one's: more of it tries things out for longer than a choice"""
     init_std: float = 0.5
     """first standard deviation of the actions before squashing; learned from then on, for every state"""
     init_throttle: float = 1.0
     """first mean of the throttle, with the brake off; starting with throttle speeds up early learning"""
+    hide_arc: bool = False
+    """hide where on the track the car is, so that the networks cannot learn a track by heart"""
     hidden: Count = 64
     """width of the two hidden layers of actor and critics"""
 
@@ -108,13 +112,13 @@ class Args:
     learning_rate: float = 1e-3
     """Adam's step size at the start, for critics and alpha"""
     actor_learning_rate: float = 1e-3
-    """the same for the actor: a slow one does not outrun what the critics know"""
+    """the same for the actor: a slow actor gives the critics time to follow"""
     anneal_lr: bool = True
     """let the learning rate fall to 0 over the run"""
     buffer_size: Count = 30_000
     """choices kept to learn from, all processes together; keeping only recent ones gave faster laps"""
     learning_starts: int = 5_000
-    """steps driven before learning begins, or until the buffer is full"""
+    """learning begins after so many steps, or earlier if the buffer is full"""
     batch_size: Count = 256
     """samples per optimiser step, all processes together"""
     updates: int = 8
@@ -140,9 +144,8 @@ class Args:
 
     def __post_init__(self):
         if self.buffer_size < self.num_envs * self.n_step:
-            raise ValueError(
-                f"--buffer-size is {self.buffer_size}, less than {self.num_envs} cars times --n-step {self.n_step}"
-            )
+            needed = f"{self.num_envs} cars times --n-step {self.n_step}"
+            raise ValueError(f"--buffer-size is {self.buffer_size}, less than {needed}")
         if not 0 <= self.noise_memory < 1:
             raise ValueError(f"--noise-memory is {self.noise_memory}; it must be 0 or more, and less than 1")
 
@@ -163,13 +166,15 @@ PRESETS = {  # other defaults, for commands that ask for them
         "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
+    "random tracks": {  # --random-tracks: none of them is known by heart
+        "start": "anywhere", "off_road_price": 3.0, "hidden": 96, "hide_arc": True, "eval_every": 500_000,
+    },
+    "start from": {"total_timesteps": 300_000, "learning_rate": 3e-4, "actor_learning_rate": 3e-4},
 }  # fmt: skip
 LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
 MOST_THROTTLE = 0.99  # where --init-throttle ends, of [-1, 1]: at 1 the mean before squashing would be infinite
 
-# ======================================================================================================================
-# Agent
-# ======================================================================================================================
+# == Agent =============================================================================================================
 
 
 class Agent(nn.Module):
@@ -180,26 +185,35 @@ class Agent(nn.Module):
     squashed mean.
     """
 
-    NORM_EPSILON = 1e-6
+    NORM_EPSILON, NORM_CLIP = 1e-6, 4.0
 
-    def __init__(self, hidden: int = 64, init_std: float = 0.5, init_throttle: float = 1.0, init_alpha: float = 0.01):
+    def __init__(self, hidden: int = 64, init_std=0.5, init_throttle=1.0, init_alpha=0.01, hide_arc: bool = False):
         super().__init__()
         size = len(ACTION_LOW)
-        self.actor = actor_net(hidden, size)
+        # Observation -> means and log deviations of the actions before squashing.
+        self.actor = nn.Sequential(
+            nn.Linear(OBS_SIZE, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2 * size)
+        )
         throttle = math.atanh(min(max(2 * init_throttle - 1, -MOST_THROTTLE), MOST_THROTTLE))
         with torch.no_grad():
             self.actor[-1].weight.mul_(0.01)  # so that the first policy does the same everywhere
             first = [0.0, throttle, -math.atanh(MOST_THROTTLE), *[math.log(init_std)] * size]
             self.actor[-1].bias.copy_(torch.tensor(first))
-        self.critics = critic_net(hidden, size)
+        # Observation and action -> what it is worth, by two critics. LayerNorm keeps values of unseen actions bounded.
+        self.critics = nn.Sequential(
+            TwinLinear(OBS_SIZE + size, hidden), nn.LayerNorm(hidden, elementwise_affine=False), nn.SiLU(),
+            TwinLinear(hidden, hidden), nn.LayerNorm(hidden, elementwise_affine=False), nn.SiLU(),
+            TwinLinear(hidden, 1),
+        )  # fmt: skip
         self.critic_targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(init_alpha)))
-        # A fixed mean and deviation. As buffers they are saved and exported with the weights.
-        self.register_buffer("obs_mean", torch.tensor(OBS_MEAN))
-        self.register_buffer("obs_var", torch.tensor(OBS_STD).square())
+        # Fixed means and variances of observations. As buffers they are saved and exported with the weights.
+        for name, values in zip(("obs_mean", "obs_var"), obs_moments(hide_arc), strict=True):
+            self.register_buffer(name, torch.from_numpy(values))
 
     def normalize(self, obs):
-        return (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
+        scaled = (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
+        return scaled.clamp(-self.NORM_CLIP, self.NORM_CLIP)
 
     def sample(self, normalized_obs, noise):
         """Actions (B, 3) in [-1, 1] and their log-probabilities (B,)."""
@@ -211,11 +225,6 @@ class Agent(nn.Module):
         """What both critics expect: (2, B)"""
         return critics(torch.cat([normalized_obs, actions], dim=-1).expand(2, -1, -1)).squeeze(-1)
 
-    @torch.no_grad()
-    def move_targets(self, tau: float) -> None:
-        """Polyak averaging."""
-        torch._foreach_lerp_(list(self.critic_targets.parameters()), list(self.critics.parameters()), tau)
-
     def forward(self, normalized_obs):
         """The driver without noise, (N, 14) -> inputs within the game's box (N, 3). This is what is exported."""
         return to_inputs(torch.tanh(self.actor(normalized_obs)[:, : len(ACTION_LOW)]))
@@ -223,22 +232,6 @@ class Agent(nn.Module):
     @torch.inference_mode()
     def drive(self, obs: np.ndarray) -> np.ndarray:
         return self(self.normalize(torch.from_numpy(obs))).numpy()
-
-
-def actor_net(hidden: int, actions: int) -> nn.Sequential:
-    """Observation -> means and log deviations of the actions before squashing."""
-    return nn.Sequential(
-        nn.Linear(OBS_SIZE, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2 * actions)
-    )
-
-
-def critic_net(hidden: int, actions: int) -> nn.Sequential:
-    """Observation and action -> what it is worth, by two critics. Normalised layers keep values of unseen actions within bounds."""
-    return nn.Sequential(
-        TwinLinear(OBS_SIZE + actions, hidden), nn.LayerNorm(hidden, elementwise_affine=False), nn.SiLU(),
-        TwinLinear(hidden, hidden), nn.LayerNorm(hidden, elementwise_affine=False), nn.SiLU(),
-        TwinLinear(hidden, 1),
-    )  # fmt: skip
 
 
 class TwinLinear(nn.Module):
@@ -272,17 +265,14 @@ def squashed_sample(mean, log_std, noise):
     return torch.tanh(u), logprobs.sum(-1)
 
 
-# ======================================================================================================================
-# Driving and the replay buffer
-# ======================================================================================================================
+# == Driving and the replay buffer =====================================================================================
 
 
 @dataclasses.dataclass
 class Transition:
     """The result of one choice of all cars. Shapes are (N,) unless noted."""
 
-    obs: np.ndarray  # (N, 14) where the cars are now
-    next_obs: np.ndarray  # (N, 14) where the choice led: the same, or the last observation of an episode that ended
+    next_obs: np.ndarray  # (N, 14) where the choice led: of an episode that ended, its last observation
     rewards: np.ndarray  # discounted sum over the ticks
     discounts: np.ndarray  # gamma^ticks, the weight of what comes after; 0 after a termination, which has no future
     ended: np.ndarray  # terminated or truncated
@@ -294,7 +284,8 @@ def drive(envs: RacerVectorEnv, inputs: np.ndarray, ticks: int, gamma: float, ru
     A truncated episode would have gone on, so what follows its last observation counts; a terminated one has no future.
     """
     rewards, discounts = np.zeros(envs.num_envs), np.ones(envs.num_envs)
-    terminated, going_on, final_obs = np.zeros(envs.num_envs, bool), np.ones(envs.num_envs, bool), {}
+    terminated, going_on = np.zeros(envs.num_envs, bool), np.ones(envs.num_envs, bool)
+    next_obs = np.zeros((envs.num_envs, OBS_SIZE), np.float32)
     for _ in range(ticks):
         obs, reward, term, trunc, infos = envs.step(inputs)
         run.stats.step(infos)
@@ -302,16 +293,14 @@ def drive(envs: RacerVectorEnv, inputs: np.ndarray, ticks: int, gamma: float, ru
         discounts[going_on] *= gamma
         terminated |= going_on & term
         for i in np.flatnonzero(going_on & (term | trunc)):
-            final_obs[i] = infos["final_obs"][i]
+            next_obs[i] = infos["final_obs"][i]
         going_on &= ~(term | trunc)
-    next_obs = obs.copy()
-    for i, last in final_obs.items():
-        next_obs[i] = last
-    return Transition(obs, next_obs, rewards, discounts * ~terminated, ~going_on)
+    next_obs[going_on] = obs[going_on]
+    return Transition(next_obs, rewards, discounts * ~terminated, ~going_on)
 
 
 class Noise:
-    """Standard normal numbers for all cars' choices, after the first few. Each is `memory` of the last one, and the rest new."""
+    """Standard normal numbers for all cars' choices, after the first few; `memory` is the correlation of each with the last."""
 
     def __init__(self, num_envs: int, memory: float):
         self.memory, self.last = memory, torch.zeros(num_envs, len(ACTION_LOW))
@@ -335,11 +324,9 @@ class ReplayBuffer:
 
     def __init__(self, size: int, num_envs: int):
         self.rows, self.num_envs = size // num_envs, num_envs
-        self.obs = torch.zeros(self.rows, num_envs, OBS_SIZE)  # (T, N, 14)
-        self.next_obs = torch.zeros(self.rows, num_envs, OBS_SIZE)  # (T, N, 14)
+        self.obs, self.next_obs = (torch.zeros(self.rows, num_envs, OBS_SIZE) for _ in range(2))  # (T, N, 14)
         self.actions = torch.zeros(self.rows, num_envs, len(ACTION_LOW))  # (T, N, 3)
-        self.rewards = torch.zeros(self.rows, num_envs)  # (T, N), and so are the others
-        self.discounts = torch.zeros(self.rows, num_envs)
+        self.rewards, self.discounts = (torch.zeros(self.rows, num_envs) for _ in range(2))  # (T, N)
         self.ended = torch.zeros(self.rows, num_envs, dtype=torch.bool)
         self.filled = self.head = 0  # rows there are, and where the next one goes
 
@@ -389,9 +376,7 @@ class ReplayBuffer:
             getattr(self, name)[: self.filled] = state[name]
 
 
-# ======================================================================================================================
-# Losses and update
-# ======================================================================================================================
+# == Losses and update =================================================================================================
 
 
 def soft_target(rewards, discounts, next_values, next_logprobs, alpha):
@@ -414,7 +399,7 @@ def alpha_loss(log_alpha, logprobs, target_entropy: float):
 
 
 def make_optimizers(agent: Agent, args: Args) -> tuple[torch.optim.Adam, torch.optim.Adam]:
-    """Of the actor and alpha, and of the critics. With one for all, momentum would move the actor in the steps that skip it."""
+    """For the actor and alpha, and for the critics. With one for all, momentum would move the actor in the steps that skip it."""
     actor = [{"params": agent.actor.parameters(), "lr": args.actor_learning_rate}, {"params": [agent.log_alpha]}]
     return tuple(torch.optim.Adam(p, lr=args.learning_rate, fused=True) for p in (actor, agent.critics.parameters()))
 
@@ -452,23 +437,22 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
             (loss + temperature_loss if args.autotune else loss).backward(inputs=own)
             average_gradients(actor_optimizer)
             actor_optimizer.step()
-            actor_losses.append(
-                torch.stack([loss.detach(), temperature_loss.detach(), alpha, -logprobs.detach().mean()])
-            )
-    agent.move_targets(1 - (1 - args.tau) ** args.updates)  # tau is for every update: one move for all of them
+            numbers = loss.detach(), temperature_loss.detach(), alpha, -logprobs.detach().mean()
+            actor_losses.append(torch.stack(numbers))
+    with torch.no_grad():  # Polyak averaging; tau is for every update: one move for all of them
+        share = 1 - (1 - args.tau) ** args.updates
+        torch._foreach_lerp_([*agent.critic_targets.parameters()], [*agent.critics.parameters()], share)
 
     names = ("train/actor_loss", "train/ent_coef_loss", "train/ent_coef", "train/entropy")
     metrics = dict(zip(names, torch.stack(actor_losses).mean(0).tolist(), strict=True))
     return {"train/critic_loss": torch.stack(critic_losses).mean().item(), **metrics}
 
 
-# ======================================================================================================================
-# Train
-# ======================================================================================================================
+# == Train =============================================================================================================
 
 
 def make_agent(args: Args) -> Agent:
-    return Agent(args.hidden, args.init_std, args.init_throttle, args.init_alpha)
+    return Agent(args.hidden, args.init_std, args.init_throttle, args.init_alpha, args.hide_arc)
 
 
 def train(args: Args) -> dict:
@@ -483,6 +467,7 @@ def train(args: Args) -> dict:
     noise = Noise(envs.num_envs, args.noise_memory)
     buffer = ReplayBuffer(args.buffer_size // world_size(), envs.num_envs)
     batch_size = math.ceil(args.batch_size / world_size())  # every process draws its share
+    rows_before_learning = max(args.n_step, min(math.ceil(args.learning_starts / args.steps_per_choice), buffer.rows))
     parts = {"agent": agent, "actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer, "scaler": scaler}
     parts |= {"envs": envs, "generator": generator, "noise": noise, "buffer": buffer if args.save_buffer else None}
     with Run("sac", args, envs, parts) as run, ThreadPoolExecutor(1) as other_core:  # restores the parts on --resume
@@ -498,7 +483,7 @@ def train(args: Args) -> dict:
                     actions, _ = agent.sample(agent.normalize(obs), noise.draw(generator))
                     inputs = to_inputs(actions).numpy()
                 driving = other_core.submit(drive, envs, inputs, args.action_repeat, args.gamma, run)
-                if learns(buffer, args):
+                if args.updates > 0 and buffer.filled >= rows_before_learning:
                     with run.clock("learning"):
                         samples = buffer.sample(args.updates * batch_size, args.n_step, scaler.scale, generator)
                         history.append(update(agent, actor_optimizer, critic_optimizer, samples, args, generator))
@@ -515,12 +500,6 @@ def train(args: Args) -> dict:
             if run.due(args.checkpoint_every) or run.stopped:
                 run.save("checkpoint.pt")
         return run.report()
-
-
-def learns(buffer: ReplayBuffer, args: Args) -> bool:
-    """Whether enough has been driven to learn from."""
-    enough = buffer.filled * args.steps_per_choice >= args.learning_starts or buffer.filled == buffer.rows
-    return args.updates > 0 and buffer.filled >= args.n_step and enough
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import websockets
+from websockets.asyncio.server import serve as serve_websocket
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import racer_sim
@@ -34,27 +35,15 @@ BAD_REPLIES = {
     "not-object": lambda r: json.dumps([1, 2, 3]),
     "deep-json": lambda r: "[" * 30_000,
     "wrong-type": lambda r: json.dumps({**r, "type": "reset_result"}),
-    "no-type": lambda r: json.dumps({k: v for k, v in r.items() if k != "type"}),
     "no-observation": lambda r: json.dumps({k: v for k, v in r.items() if k != "observation"}),
     "no-reward": lambda r: json.dumps({k: v for k, v in r.items() if k != "reward"}),
-    "no-terminated": lambda r: json.dumps({k: v for k, v in r.items() if k != "terminated"}),
     "no-info": lambda r: json.dumps({k: v for k, v in r.items() if k != "info"}),
     "no-lap": lambda r: json.dumps({**r, "info": {k: v for k, v in r["info"].items() if k != "lap"}}),
     "13-numbers": lambda r: json.dumps({**r, "observation": r["observation"][:13]}),
-    "null-ray": lambda r: json.dumps({**r, "observation": [None, *r["observation"][1:]]}),
     "nan-ray": lambda r: json.dumps({**r, "observation": [math.nan, *r["observation"][1:]]}),
-    "inf-ray": lambda r: json.dumps({**r, "observation": [math.inf, *r["observation"][1:]]}),
-    "huge-ray": lambda r: json.dumps(r).replace('"observation": [', '"observation": [1e999, ', 1),
-    "text-ray": lambda r: json.dumps({**r, "observation": ["0.5", *r["observation"][1:]]}),
-    "true-ray": lambda r: json.dumps({**r, "observation": [True, *r["observation"][1:]]}),
     "far-ray": lambda r: json.dumps({**r, "observation": [7.25, *r["observation"][1:]]}),
-    "observation-object": lambda r: json.dumps({**r, "observation": {"0": 1}}),
-    "null-reward": lambda r: json.dumps({**r, "reward": None}),
-    "text-reward": lambda r: json.dumps({**r, "reward": "1"}),
     "number-terminated": lambda r: json.dumps({**r, "terminated": 0}),
     "half-lap": lambda r: json.dumps({**r, "info": {**r["info"], "lap": 1.5}}),
-    "null-progress": lambda r: json.dumps({**r, "info": {**r["info"], "progress": None}}),
-    "info-list": lambda r: json.dumps({**r, "info": [1]}),
     "binary": lambda r: json.dumps(r).encode(),
     "too-long": lambda r: json.dumps({**r, "padding": "x" * 70_000}),
     "long": lambda r: json.dumps({**r, "padding": "x" * (65_560 - len(json.dumps({**r, "padding": ""})))}),
@@ -109,24 +98,17 @@ def answer(session: dict, text) -> dict:
 
 def step_result(sim: RacerSim, action) -> dict:
     observations, rewards, terminated, truncated = sim.step(np.array([action]))
-    info = {key: float(value[0]) for key, value in sim.parts.items()}
-    count = int(sim.step_count[0])
-    info |= {
-        "tick": count,
-        "rawSpeed": float(sim.speed[0]),
-        "lap": int(sim.lap[0]),
-        "checkpoint": int(sim.checkpoint[0]),
-    }
-    info |= {"stepCount": count, "wallContact": bool(sim.wall_contact[0]), "stillnessCounter": int(sim.stillness[0])}
-    result = {"type": "step_result", "observation": observations[0].tolist(), "reward": float(rewards[0])}
-    return {**result, "terminated": bool(terminated[0]), "truncated": bool(truncated[0]), "info": info}
+    info = {**sim.parts, "tick": sim.step_count, "rawSpeed": sim.speed, "lap": sim.lap, "checkpoint": sim.checkpoint}
+    info |= {"stepCount": sim.step_count, "wallContact": sim.wall_contact, "stillnessCounter": sim.stillness}
+    result = {"type": "step_result", "observation": observations[0].tolist(), "reward": rewards[0].item()}
+    result |= {"terminated": terminated[0].item(), "truncated": truncated[0].item()}
+    return {**result, "info": {key: values[0].item() for key, values in info.items()}}
 
 
 async def serve_car(connection, options) -> None:
     session, steps = {}, 0
-    asked = parse_qs(
-        urlsplit(connection.request.path).query
-    )  # a fault for this connection: ws://host:port/?fault=cut&after=5
+    # A fault for this connection alone: ws://host:port/?fault=cut&after=5
+    asked = parse_qs(urlsplit(connection.request.path).query)
     fault, after = asked.get("fault", [options.fault])[0], int(asked.get("after", [options.after])[0])
     try:
         async for text in connection:
@@ -191,7 +173,7 @@ def announce(port: int) -> None:
 
 
 async def serve(options) -> None:
-    async with websockets.serve(
+    async with serve_websocket(
         lambda connection: serve_car(connection, options),
         "127.0.0.1",
         options.port,

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import random
+import re
 import socket
 import struct
 import sys
@@ -25,22 +26,8 @@ ODD = [
     None, True, False, "", "0.5", [], {}, [1], -1, 0, 1, 1.5, 2.0, 1e308, -1e308, 2**53, 2**63, 10**400, 0.1, -0.0, "NaN",
 ]  # fmt: skip
 ODD_TEXT = [
-    "NaN",
-    "Infinity",
-    "-Infinity",
-    "1e999",
-    "-1e999",
-    "nul",
-    "tru",
-    "'x'",
-    "0x10",
-    "01",
-    "1.",
-    ".5",
-    "+1",
-    "--1",
-    "",
-]
+    "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "nul", "tru", "'x'", "0x10", "01", "1.", ".5", "+1", "--1", "",
+]  # fmt: skip
 
 
 def proper(rng: random.Random) -> dict:
@@ -191,19 +178,10 @@ def shake_hands(connection: socket.socket) -> None:
     request = b""
     while b"\r\n\r\n" not in request:
         request += connection.recv(4096)
-    key = next(
-        line.split(b":", 1)[1].strip()
-        for line in request.split(b"\r\n")
-        if line.lower().startswith(b"sec-websocket-key")
-    )
-    accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()).decode()
-    answer = [
-        "HTTP/1.1 101 Switching Protocols",
-        "Upgrade: websocket",
-        "Connection: Upgrade",
-        f"Sec-WebSocket-Accept: {accept}",
-    ]
-    connection.sendall("\r\n".join([*answer, "", ""]).encode())
+    key = re.search(rb"(?i)sec-websocket-key: *(\S+)", request)[1]
+    accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+    answer = [b"HTTP/1.1 101 Switching Protocols", b"Upgrade: websocket", b"Connection: Upgrade"]
+    connection.sendall(b"\r\n".join([*answer, b"Sec-WebSocket-Accept: " + accept, b"", b""]))
 
 
 if __name__ == "__main__":

@@ -93,15 +93,7 @@ class SlowTrack:
             for _ in range(2):
                 line = np.stack([box(line[:, 0], 4), box(line[:, 1], 4)], axis=1)
             lines.append(line)
-        area = [
-            abs(
-                sum(
-                    np.cross(np.append(a, 0), np.append(b, 0))[2]
-                    for a, b in zip(line, np.roll(line, -1, 0), strict=True)
-                )
-            )
-            for line in lines
-        ]
+        area = [abs(np.sum(x * np.roll(y, -1) - y * np.roll(x, -1))) for x, y in (line.T for line in lines)]
         self.outer, self.inner = lines if area[0] > area[1] else lines[::-1]
         self.a = np.concatenate([self.outer, self.inner])
         self.e = np.concatenate([np.roll(self.outer, -1, 0), np.roll(self.inner, -1, 0)]) - self.a
@@ -113,11 +105,8 @@ class SlowTrack:
         for k in range(30):
             s = k * self.length / 30
             c, middle = np.array(self.position(s)), math.floor(s / self.length * n + 0.5)
-            ends = []
-            for line in (self.inner, self.outer):
-                ends.append(
-                    min((line[(middle + o) % n] for o in range(-reach, reach + 1)), key=lambda p: math.dist(p, c))
-                )
+            near = [(middle + o) % n for o in range(-reach, reach + 1)]
+            ends = [min(line[near], key=lambda p: math.dist(p, c)) for line in (self.inner, self.outer)]
             self.gates.append((ends[0], ends[1], self.tangent(s)))
 
     def project(self, x, y):
@@ -174,16 +163,8 @@ class SlowCar:
 
     def observe(self):
         rays = [self.track.ray(self.x, self.y, self.heading + math.radians(22.5 * k)) / 200 for k in range(-4, 5)]
-        return np.array(
-            [
-                *rays,
-                self.speed / 160,
-                max(-1, min(1, self.yaw / 5)),
-                self.steer,
-                self.s / self.track.length,
-                min(1, self.distance / 80),
-            ]
-        )
+        car = [self.speed / 160, max(-1, min(1, self.yaw / 5)), self.steer]
+        return np.array([*rays, *car, self.s / self.track.length, min(1, self.distance / 80)])
 
     def step(self, action):
         dt = 1 / 60
@@ -289,16 +270,23 @@ class SlowCar:
             "backward": w["backwardPenalty"] * (ds < 0),
             "stillness": w["stillnessPenalty"] * still,
         }
-        info = dict(
-            parts,
-            tick=self.step_count,
-            rawSpeed=self.speed,
-            lap=self.lap,
-            checkpoint=self.checkpoint,
-            stepCount=self.step_count,
-            wallContact=contact,
-            stillnessCounter=self.stillness,
-        )
+        info = {**parts, "lap": self.lap, "checkpoint": self.checkpoint, "stepCount": self.step_count}
+        info |= {"wallContact": contact, "stillnessCounter": self.stillness}
         terminated = self.stillness >= self.episode["stillnessTimeoutTicks"]
         truncated = self.step_count >= self.episode["maxSteps"]
         return self.observe(), sum(parts.values()), terminated, truncated, info
+
+
+def between_the_walls(track, n: int, seed: int) -> np.ndarray:
+    """Random points between the walls, right up to them. (n, 2)"""
+    rng = np.random.default_rng(seed)
+    low, high = track.outer.min(0), track.outer.max(0)
+    points = low + rng.random((n * 12, 2)) * (high - low)
+    crossings = np.zeros(len(points), int)
+    for a in (track.outer, track.inner):
+        b = np.roll(a, -1, 0)
+        spans = (a[:, 1] <= points[:, 1:]) != (b[:, 1] <= points[:, 1:])
+        with np.errstate(all="ignore"):
+            x = a[:, 0] + (points[:, 1:] - a[:, 1]) * (b[:, 0] - a[:, 0]) / (b[:, 1] - a[:, 1])
+        crossings += (spans & (x > points[:, :1])).sum(1)
+    return points[crossings % 2 == 1][:n]

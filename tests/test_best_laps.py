@@ -19,7 +19,7 @@ from callbacks_lite import (
     evaluate_driver,
     summarize,
 )
-from racer_env import DEFAULT_CONFIG_PATH, RacerVectorEnv, load_config
+from racer_env import DEFAULT_CONFIG_PATH, load_config
 from racer_sim import TRACKS, RacerSim
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,9 +113,9 @@ def test_every_track_is_for_itself_and_the_sums_do_not_gain_by_a_failure():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_driver_laps_from_anywhere_on_every_track_and_on_two_it_has_never_seen(tmp_path, capsys):
-    """The three-track default: 200 random starts a track, and no more than one in a hundred without its laps."""
+    """The three-track default, half as long: 100 random starts a track, and no more than one in a hundred without its laps."""
     tracks = ("--track-id", *TRACKS)
-    args = args_of("ppo", *tracks, total_timesteps=8_000_000, run_dir=tmp_path, run_name="run", tensorboard=False)
+    args = args_of("ppo", *tracks, total_timesteps=4_000_000, run_dir=tmp_path, run_name="run", tensorboard=False)
     ppo_racer.train(args)
 
     def drive_from(*words, **settings):
@@ -123,20 +123,13 @@ def test_one_driver_laps_from_anywhere_on_every_track_and_on_two_it_has_never_se
         return evaluate_driver(args, "ppo", ppo_racer.make_agent)
 
     out = tmp_path / "out.json"
-    results = drive_from(start="anywhere", episodes=200, json=out)
+    results = drive_from(start="anywhere", episodes=100, json=out)
     assert json.loads(out.read_text()) == results
-    results += drive_from("--track-id", *HELD_OUT, start="anywhere", episodes=200)
+    results += drive_from("--track-id", *HELD_OUT, start="anywhere", episodes=100)
     assert [result["track"] for result in results] == [*TRACKS, *HELD_OUT]
     for result in results:
         assert result["failures"] <= 0.01 * result["episodes"], result
         assert result["completion_rate"] >= 0.99 and result["laps"] > result["episodes"], result
-    assert "all tracks: 600 episodes, " in capsys.readouterr().out
+    assert "3 tracks: 300 episodes, " in capsys.readouterr().out
     for result in drive_from(episodes=1):
         assert result["percent_of_best"] > 90, result
-
-
-def test_held_out_tracks_are_tracks_that_can_be_driven():
-    envs = RacerVectorEnv(2, HELD_OUT)
-    observations, _ = envs.reset(seed=0)
-    assert observations.shape == (2, 14) and not np.array_equal(*observations)
-    assert set(TRACKS) & {Path(track).stem for track in HELD_OUT} == set()

@@ -58,7 +58,18 @@ def test_the_exported_pair_acts_as_the_checkpoint_does(tmp_path, name, capsys):
     np.testing.assert_allclose(actions, agent.drive(obs), atol=1e-5)
     assert (actions >= ACTION_LOW).all() and (actions <= ACTION_HIGH).all() and actions.std() > 0.001
     scaled = (obs - drive.stats["obs_mean"]) / np.sqrt(np.array(drive.stats["obs_var"]) + 1e-6)
-    assert np.abs(scaled).max() < drive.stats["clip_obs"], "no observation is clipped"
+    assert np.abs(scaled).max() > drive.stats["clip_obs"], "else nobody has tried clipping"
+
+
+@one_in_short
+def test_a_driver_that_does_not_see_the_arc_is_exported_as_blind_to_it(tmp_path, name):
+    agent, drive = export(name, trained(name, tmp_path, hide_arc=True), tmp_path / "driver")
+    obs = np.random.default_rng(1).uniform(OBS_LOW, OBS_HIGH, (100, OBS_SIZE)).astype(np.float32)
+    elsewhere = obs.copy()
+    elsewhere[:, 12] = 1 - obs[:, 12]
+    for driver in (agent.drive, drive):
+        np.testing.assert_allclose(driver(obs), driver(elsewhere), atol=1e-6)
+        assert np.abs(driver(obs) - driver(obs[::-1].copy())).max() > 1e-3, "it sees the rest"
 
 
 @pytest.mark.slow
@@ -71,20 +82,6 @@ def test_the_exported_pair_drives_the_same_laps(tmp_path, name):
     envs = RacerVectorEnv(1)
     (own,), (exported,) = (evaluate(d, envs, ["track-01"]) for d in (agent.drive, drive))
     assert len(own.laps) >= 4 and exported.laps == own.laps
-
-
-@one_in_short
-def test_what_no_network_should_give_stays_in_the_box(tmp_path, name):
-    run = trained(name, tmp_path)
-    saved = torch.load(run / "best.pt", weights_only=True)
-    last = [key for key in saved["parts"]["agent"] if key.startswith("actor.") and key.endswith("weight")][-1]
-    saved["parts"]["agent"][last] *= 200 if name == "ppo" else 1000
-    torch.save(saved, run / "best.pt")
-    agent, drive = export(name, run, tmp_path / "driver")
-    obs = np.random.default_rng(0).uniform(OBS_LOW, OBS_HIGH, (100, OBS_SIZE))
-    for actions in (drive(obs), agent.drive(obs.astype(np.float32))):
-        assert (actions >= ACTION_LOW).all() and (actions <= ACTION_HIGH).all()
-        assert (actions == ACTION_LOW).any() and (actions == ACTION_HIGH).any()
 
 
 @pytest.mark.slow

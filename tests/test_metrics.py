@@ -20,10 +20,16 @@ from callbacks_lite import (
     MetricsLogger,
     Progress,
     RaceStats,
+    describe,
+    describe_all,
+    eval_metrics,
     evaluate,
     fastest_lap,
+    full_throttle,
+    hand_written_rewards,
     read_csv,
     say,
+    summarize,
 )
 from racer_env import RacerVectorEnv
 from racer_sim import RacerSim, load_track
@@ -44,38 +50,20 @@ def logger(tmp_path):
 # -- the logger --------------------------------------------------------------------------------------------------------
 
 
-def test_record_keeps_the_last_value_until_dump(logger, tmp_path):
+def test_a_dump_writes_the_last_values_at_once_and_survives_a_late_column(logger, tmp_path):
     for value in (1, 2, 6):
         logger.record("a", value)
+    assert logger.dump(10) == {"a": 6.0}
+    assert rows(tmp_path) == [{"step": "10", "a": "6.0"}], "nothing was closed or flushed by hand"
     logger.record("b", 3)
-    assert logger.dump(10) == {"a": 6.0, "b": 3.0}
-    logger.record("b", 5)
-    assert logger.dump(20) == {"b": 5.0}, "a dump starts afresh"
-    assert [dict(r) for r in rows(tmp_path)] == [
-        {"step": "10", "a": "6.0", "b": "3.0"},
-        {"step": "20", "a": "", "b": "5.0"},
+    assert logger.dump(20) == {"b": 3.0}, "a dump starts afresh"
+    logger.record("a", 4)
+    logger.dump(30)
+    assert rows(tmp_path) == [
+        {"step": "10", "a": "6.0", "b": ""},
+        {"step": "20", "a": "", "b": "3.0"},
+        {"step": "30", "a": "4.0", "b": ""},
     ]
-
-
-def test_csv_survives_a_late_new_column(logger, tmp_path):
-    logger.record("a", 1)
-    logger.dump(1)
-    logger.record("a", 2)
-    logger.record("b", 3)
-    logger.dump(2)
-    assert [dict(r) for r in rows(tmp_path)] == [
-        {"step": "1", "a": "1.0", "b": ""},
-        {"step": "2", "a": "2.0", "b": "3.0"},
-    ]
-
-
-def test_every_row_is_on_disk_at_once(logger, tmp_path):
-    logger.record("a", 1)
-    logger.dump(1)
-    assert len(rows(tmp_path)) == 1  # nothing was closed or flushed by hand
-    logger.record("a", 2)
-    logger.dump(2)
-    assert len(rows(tmp_path)) == 2
 
 
 def test_resume_takes_back_what_came_after_the_checkpoint_and_a_torn_line(tmp_path):
@@ -96,22 +84,6 @@ def test_a_torn_line_is_left_out_on_reading(tmp_path):
     path.write_text("step,a\n1,2\n2,")
     assert read_csv(path) == [{"step": "1", "a": "2"}]
     assert read_csv(tmp_path / "none.csv") == []
-
-
-def test_tensorboard_gets_scalars_text_pictures_and_the_animation(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger = MetricsLogger(tmp_path)
-    logger.record("train/loss", 0.5)
-    logger.dump(7)
-    logger.text("hyperparameters", "gamma 0.98")
-    logger.picture("eval/racing_line", np.zeros((8, 9, 3), np.uint8), 7)
-    logger.animation("eval/replay", b"GIF89a", 7)
-    logger.close()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(7, 0.5)]
-    assert set(events.Tags()["images"]) == {"eval/racing_line", "eval/replay"}
-    assert events.Tags()["tensors"] == ["hyperparameters/text_summary"]
 
 
 def test_a_tensorboard_that_cannot_be_imported_costs_one_warning(tmp_path, monkeypatch):
@@ -177,17 +149,6 @@ def logged(stats, tmp_path, *others):
     return logger.dump(0)
 
 
-def test_lap_times_are_differences_of_step_counts_per_car(tmp_path):
-    stats = RaceStats(2, max_steps=3000)
-    stats.step(make_infos([1, 1], [29, 29], [400, 400]))
-    stats.step(make_infos([2, 1], [0, 29], [480, 480]))
-    stats.step(make_infos([2, 2], [29, 0], [540, 540]))
-    stats.step(make_infos([3, 2], [0, 1], [900, 900]))
-    values = logged(stats, tmp_path)
-    assert values["racer/best_noisy_lap_time_sec"] == pytest.approx(420 / TICKS_PER_SECOND)
-    assert values["racer/mean_lap_time_sec"] == pytest.approx((480 + 540 + 420) / 3 / TICKS_PER_SECOND)
-
-
 def test_a_lap_finished_in_the_last_tick_counts_and_the_next_episode_starts_afresh(tmp_path):
     stats = RaceStats(2, max_steps=3000)
     stats.step(make_infos([1, 1], [29, 5], [499, 499]))
@@ -198,17 +159,6 @@ def test_a_lap_finished_in_the_last_tick_counts_and_the_next_episode_starts_afre
     values = logged(stats, tmp_path)
     assert values["racer/mean_lap_time_sec"] == pytest.approx((500 + 310) / 2 / TICKS_PER_SECOND)
     assert values["racer/completion_rate"] == 1.0 and values["racer/episodes_this_rollout"] == 1
-
-
-def test_a_lap_not_begun_on_the_line_has_no_time(tmp_path):
-    stats = RaceStats(1, max_steps=3000)
-    stats.begin({"lap": np.array([1]), "checkpoint": np.array([12])})
-    stats.step(make_infos([1], [29], [200]))
-    stats.step(make_infos([1], [0], [210]))  # first time over the line: the game counts no lap
-    assert "racer/mean_lap_time_sec" not in logged(stats, tmp_path)
-    stats.step(make_infos([1], [29], [600]))
-    stats.step(make_infos([2], [0], [650]))
-    assert logged(stats, tmp_path)["racer/mean_lap_time_sec"] == pytest.approx(440 / TICKS_PER_SECOND)
 
 
 def test_what_did_not_happen_is_not_logged_and_accumulators_clear(tmp_path):
@@ -226,17 +176,6 @@ def test_reward_parts_count_the_last_tick_of_an_episode_too(tmp_path):
     final = {"lap": np.array([1, 0]), "checkpoint": np.array([3, 0]), "stepCount": np.array([9, 0])}
     stats.step(make_infos([1, 1], [0, 3], [0, 9], ended=[True, False], final=final, returns=[1.0, 0.0]))
     assert logged(stats, tmp_path)["reward/wall"] == pytest.approx(0.5 / 2)
-
-
-def test_episodes_cut_short_stand_for_whole_ones(tmp_path):
-    stats = RaceStats(2, max_steps=1000)
-    final = {"lap": np.array([1, 1]), "checkpoint": np.array([3, 3]), "stepCount": np.array([100, 100])}
-    stats.step(make_infos([1, 1], [0, 0], [0, 0], [True, True], final, returns=[0.2, 0.4], cut=[True, True]))
-    values = logged(stats, tmp_path)
-    assert values["rollout/ep_len_mean"] == 1000
-    assert values["rollout/ep_rew_mean"] == pytest.approx(3.0)  # 0.003 a tick, for 1,000 ticks
-    assert values["racer/episodes_this_rollout"] == 2
-    assert "racer/completion_rate" not in values, "100 of 1,000 ticks say nothing about completion"
 
 
 def test_a_cut_episode_and_an_early_end_each_stand_for_themselves(tmp_path):
@@ -386,6 +325,22 @@ def test_an_evaluation_that_stops_when_the_driver_repeats_itself_says_what_the_w
     assert len(fastest_lap(b)["places"]) == min(lap.ticks for lap in b.laps) + 1, "it was driven"
 
 
+def test_many_tracks_are_a_line_each_and_a_summary_with_the_share_of_the_hand_written_driver_s_reward(capsys):
+    tracks = [f"random-{number}" for number in range(1, 9)]
+    rewards = hand_written_rewards(tracks, None)
+    episodes = evaluate(lambda obs: full_throttle(obs, 0.5), RacerVectorEnv(8, tracks), tracks, whole=False)
+    results = [summarize([e], RacerVectorEnv(1).config, rewards[e.track]) for e in episodes]
+    shares = [100 * sum(e.rewards) / rewards[e.track] for e in episodes]
+    np.testing.assert_allclose([r["percent_of_hand_written"] for r in results], shares)
+    worst = int(np.argmin(shares))
+    assert f"{shares[worst]:.1f} % of the hand-written driver's" in describe(results[worst])
+    summary = f"{np.mean(shares):.1f} % of the hand-written driver's (worst {shares[worst]:.1f} % on {tracks[worst]})"
+    assert summary in describe_all(results) and "8 tracks: 8 episodes" in describe_all(results)
+    metrics = eval_metrics(results)
+    assert metrics["eval/percent_of_hand_written"] == pytest.approx(np.mean(shares)) and len(metrics) <= 15
+    assert "eval/random-1/mean_reward" in eval_metrics(results[:2])
+
+
 def test_a_driver_that_does_not_repeat_itself_is_driven_to_the_end():
     envs, given = RacerVectorEnv(1), []
 
@@ -404,8 +359,8 @@ def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
     lap = fastest_lap(episode)
     assert lap["track_id"] == "track-01" and len(lap["places"]) == min(lap.ticks for lap in episode.laps) + 1
     track = load_track("track-01")
-    starts = [track.search(place[:1], place[1:2])[0][0] for place in (lap["places"][0], lap["places"][-1])]
-    assert all(min(s, track.length - s) < 5 for s in starts), "it begins and ends at the line"
+    ends = lap["places"][[0, -1], :2] - track.position(0.0)
+    assert (np.abs(ends @ track.tangent(0.0)) < 5).all() and (np.hypot(*ends.T) < 60).all(), "from line to line"
     assert fastest_lap(Episode("track-01")) is None
 
 

@@ -26,13 +26,8 @@ def replay(sim: RacerSim, actions: np.ndarray) -> dict[str, np.ndarray]:
     for action in actions:
         step, rewards, terminated, truncated = sim.step(np.tile(action, (sim.num_cars, 1)))
         observations.append(step[0])
-        values = {
-            "rewards": rewards,
-            "terminated": terminated,
-            "truncated": truncated,
-            "rawSpeed": sim.speed,
-            **sim.parts,
-        }
+        ends = {"terminated": terminated, "truncated": truncated}
+        values = {"rewards": rewards, **ends, "rawSpeed": sim.speed, **sim.parts}
         values |= {key: getattr(sim, name) for key, name in EXACT_STATE.items()}
         for key, value in values.items():
             record[key].append(value[0])
@@ -63,15 +58,11 @@ def test_replay_of_a_recorded_episode(path):
 
 def test_all_traces_at_once_in_one_batch_over_three_tracks():
     """Every car replays its own episode beside the others, on its own track: the same numbers as alone, bit for bit."""
-    traces = [
-        np.load(path) for path in TRACES if "weights" not in path.stem and "uturn" not in path.stem
-    ]  # the default config
-    tracks = [str(trace["track"]) for trace in traces]
-    batch, ticks = RacerSim(len(traces), tracks), 180
-    alone = [
-        replay(RacerSim(1, [track]), trace["actions"][:ticks]) for track, trace in zip(tracks, traces, strict=True)
-    ]
-    for t in range(ticks):
+    # Those with the default config.
+    traces = [np.load(path) for path in TRACES if "weights" not in path.stem and "uturn" not in path.stem]
+    alone = [replay(RacerSim(1, [str(trace["track"])]), trace["actions"][:180]) for trace in traces]
+    batch = RacerSim(len(traces), [str(trace["track"]) for trace in traces])
+    for t in range(180):
         observations, rewards, *_ = batch.step(np.array([trace["actions"][t] for trace in traces]))
         for i, expected in enumerate(alone):
             np.testing.assert_array_equal(observations[i], expected["observations"][t + 1])
@@ -81,13 +72,8 @@ def test_all_traces_at_once_in_one_batch_over_three_tracks():
 def test_the_traces_would_catch_a_wrong_constant(monkeypatch):
     """The tolerance is tight enough: the smallest plausible slips do not pass."""
     trace = np.load(TRACES[0].with_name("track-01-hold.npz"))
-    for name, value in (
-        ("STEER_FADE", 0.0251),
-        ("SLIDE_KEEP", 0.701),
-        ("DRAG", 2.001),
-        ("PUSH_SLIDE", 0.81),
-        ("BOUNCE", 0.081),
-    ):
+    wrong = {"STEER_FADE": 0.0251, "SLIDE_KEEP": 0.701, "DRAG": 2.001, "PUSH_SLIDE": 0.81, "BOUNCE": 0.081}
+    for name, value in wrong.items():
         with monkeypatch.context() as patch:
             patch.setattr(f"racer_sim.{name}", value)
             mine = replay(RacerSim(1), trace["actions"][:400])
@@ -97,16 +83,10 @@ def test_the_traces_would_catch_a_wrong_constant(monkeypatch):
 UNSEEN = {
     "clockwise": [tuple(p) for p in np.array(TRACKS["track-01"])[::-1].tolist()],
     "kinks": [
-        (0, 0, 14),
-        (150, 0, 22),
-        (220, 70, 10),
-        (120, 130, 16),
-        (180, 240, 25),
-        (20, 300, 12),
-        (-130, 200, 20),
+        (0, 0, 14), (150, 0, 22), (220, 70, 10), (120, 130, 16), (180, 240, 25), (20, 300, 12), (-130, 200, 20),
         (-90, 90, 9),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNSEEN)

@@ -48,9 +48,8 @@ def random_rollout(seed=0, steps=12, cars=5):
     rewards, values, next_values = (rng.normal(size=(steps, cars)) for _ in range(3))
     terminated, truncated = (rng.random((steps, cars)) < 0.12 for _ in range(2))
     ends = terminated | truncated
-    next_values[:-1] = np.where(
-        ends[:-1], next_values[:-1], values[1:]
-    )  # only after an end is it another observation's
+    # Only after an end is it another observation's.
+    next_values[:-1] = np.where(ends[:-1], next_values[:-1], values[1:])
     return rewards, values, next_values, terminated, truncated & ~terminated
 
 
@@ -69,33 +68,19 @@ def gae_by_definition(rewards, values, next_values, terminated, truncated):
     return result
 
 
-def test_gae_is_its_double_sum():
-    data = random_rollout()
-    assert data[3].any() and data[4].any()
+def test_gae_is_its_double_sum_and_the_wrong_variants_differ():
+    rewards, values, next_values, terminated, truncated = data = random_rollout()
+    assert terminated.any() and truncated.any()
     advantages, returns = compute_gae(*data, GAMMA, LAMBDA)
     np.testing.assert_allclose(advantages, gae_by_definition(*data), atol=1e-12)
-    np.testing.assert_allclose(returns, advantages + data[1], atol=1e-12)
-
-
-def test_truncation_bootstraps_but_termination_does_not():
-    rewards, values, next_values = np.zeros((1, 2)), np.full((1, 2), 3.0), np.full((1, 2), 10.0)
-    terminated, truncated = np.array([[True, False]]), np.array([[False, True]])
-    advantages, _ = compute_gae(rewards, values, next_values, terminated, truncated, GAMMA, LAMBDA)
-    assert advantages.tolist() == [[-3.0, GAMMA * 10 - 3.0]]
-
-
-@pytest.mark.parametrize("wrong", ["truncation is termination", "termination is truncation", "lambda is not cut"])
-def test_the_wrong_variants_of_gae_differ(wrong):
-    rewards, values, next_values, terminated, truncated = data = random_rollout()
-    nobody = np.zeros_like(terminated)
-    right, _ = compute_gae(*data, GAMMA, LAMBDA)
-    if wrong == "truncation is termination":
-        other, _ = compute_gae(rewards, values, next_values, terminated | truncated, nobody, GAMMA, LAMBDA)
-    elif wrong == "termination is truncation":
-        other, _ = compute_gae(rewards, values, next_values, nobody, terminated | truncated, GAMMA, LAMBDA)
-    else:
-        other, _ = compute_gae(rewards, values, next_values * ~terminated, nobody, nobody, GAMMA, LAMBDA)
-    assert np.abs(right - other).max() > 0.1
+    np.testing.assert_allclose(returns, advantages + values, atol=1e-12)
+    ends, nobody = terminated | truncated, np.zeros_like(terminated)
+    for wrong in (
+        (rewards, values, next_values, ends, nobody),  # truncation is termination
+        (rewards, values, next_values, nobody, ends),  # termination is truncation
+        (rewards, values, next_values * ~terminated, nobody, nobody),  # lambda is not cut
+    ):
+        assert np.abs(advantages - compute_gae(*wrong, GAMMA, LAMBDA)[0]).max() > 0.1
 
 
 def test_with_lambda_1_returns_are_discounted_sums_of_rewards():
@@ -131,10 +116,8 @@ def test_values_after_an_end_are_those_of_the_true_last_observation(monkeypatch)
 
 
 def do_rollout(envs, agent, steps=20, seed=0):
-    storage, run = (
-        Storage(steps, envs.num_envs),
-        SimpleNamespace(clock=Clock(), stats=SimpleNamespace(step=lambda _: None)),
-    )
+    storage = Storage(steps, envs.num_envs)
+    run = SimpleNamespace(clock=Clock(), stats=SimpleNamespace(step=lambda _: None))
     envs.reset(seed=seed)
     rollout(agent, envs, storage, run, torch.Generator().manual_seed(seed))
     return storage
@@ -171,15 +154,11 @@ def test_stored_logprobs_are_those_of_the_actions_that_were_given():
 # -- the policy --------------------------------------------------------------------------------------------------------
 
 
-def test_gaussian_logprob_is_that_of_torch_and_integrates_to_one():
+def test_gaussian_logprob_is_that_of_torch():
     log_std = torch.tensor([-1.0, 0.3, -0.2])
     noise = torch.randn(100, 3)
     expected = torch.distributions.Normal(0.0, log_std.exp()).log_prob(noise * log_std.exp()).sum(-1)
     torch.testing.assert_close(gaussian_logprob(noise, log_std), expected)
-    one = torch.tensor([-0.7])
-    x = torch.linspace(-8, 8, 4001).unsqueeze(1)
-    density = gaussian_logprob((x - 0.5) / one.exp(), one).exp()
-    assert torch.trapezoid(density, x[:, 0]).item() == pytest.approx(1.0, abs=1e-4)
 
 
 def test_the_game_does_with_a_raw_action_what_it_does_with_the_clamped_one():
@@ -390,23 +369,12 @@ def test_a_run_gives_gae_scaled_rewards_and_each_kind_of_end_in_its_place(tmp_pa
 
 TAGS = {
     *(f"reward/{part}" for part in ("progress", "speed", "wall", "offTrack", "backward", "stillness")),
-    *(
-        f"racer/{name}"
-        for name in ("mean_lap_time_sec", "best_noisy_lap_time_sec", "completion_rate", "episodes_this_rollout")
-    ),
-    *("rollout/ep_rew_mean", "rollout/ep_len_mean", "time/fps"),
+    *("racer/mean_lap_time_sec", "racer/best_noisy_lap_time_sec", "racer/completion_rate"),
+    *("racer/episodes_this_rollout", "rollout/ep_rew_mean", "rollout/ep_len_mean", "time/fps"),
     *("train/learning_rate", "train/entropy_loss", "train/policy_gradient_loss", "train/value_loss", "train/approx_kl"),
     *("train/clip_fraction", "train/loss", "train/explained_variance", "train/std", "train/clip_range"),
-    *(
-        "eval/mean_reward",
-        "eval/mean_ep_length",
-        "eval/completion_rate",
-        "eval/mean_lap_time_sec",
-        "eval/best_lap_time_sec",
-        "eval/percent_of_best_reward",
-        "eval/off_road_share",
-        "eval/flying_lap_time_sec",
-    ),
+    *("eval/mean_reward", "eval/mean_ep_length", "eval/completion_rate", "eval/mean_lap_time_sec"),
+    *("eval/best_lap_time_sec", "eval/percent_of_best_reward", "eval/off_road_share", "eval/flying_lap_time_sec"),
 }
 
 
@@ -445,16 +413,6 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, mo
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
-
-
-def test_same_seed_same_numbers_and_another_seed_others(tmp_path):
-    def weights(seed, name):
-        result = train(small(tmp_path, seed=seed, run_name=name, total_timesteps=1024))
-        return load_checkpoint(result["run_folder"], "ppo")["parts"]["agent"]
-
-    a, b, c = weights(3, "a"), weights(3, "b"), weights(4, "c")
-    assert all(torch.equal(a[key], b[key]) for key in a)
-    assert not torch.equal(a["actor.0.weight"], c["actor.0.weight"])
 
 
 def test_it_learns_to_drive_laps(tmp_path):

@@ -108,13 +108,6 @@ def _wall_distance(track, s, lateral):
     return np.hypot(*(wall + share[:, None] * edge - p).T).min()
 
 
-def test_speed_bonus():
-    sim = RacerSim(1, config=config(speedBonus=0.5))
-    put(sim, 100.0, speed=80)
-    sim.step(STILL)
-    assert sim.parts["speed"][0] == pytest.approx(0.5 * sim.speed[0] / 160)
-
-
 def test_stillness_counts_in_a_row_and_terminates():
     sim = RacerSim(1, config=config(stillnessTimeoutTicks=10))
     for _ in range(9):
@@ -133,13 +126,3 @@ def test_truncation_at_max_steps():
     sim = RacerSim(1, config=config(maxSteps=7))
     ends = [tuple(bool(e[0]) for e in sim.step(STILL)[2:]) for _ in range(7)]
     assert ends == [(False, False)] * 6 + [(False, True)]
-
-
-def test_a_finished_lap_or_a_crash_ends_nothing():
-    sim = RacerSim(1)
-    contacts = 0
-    for _ in range(400):
-        _, _, terminated, truncated = sim.step(np.array([[0.2, 1.0, 0.0]]))
-        contacts += int(sim.wall_contact[0])
-        assert not terminated[0] and not truncated[0]
-    assert contacts > 0

@@ -15,20 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    MODULES,
-    ROOT,
-    TINY,
-    Server,
-    args_of,
-    both,
-    flags,
-    load,
-    one_in_short,
-    resume,
-    short_episodes,
-    steps_of,
-)
+from conftest import MODULES, ROOT, TINY, both, flags, load, one_in_short, resume, short_episodes, steps_of, wait_for
 
 import callbacks_lite
 from callbacks_lite import make_envs, read_csv
@@ -181,7 +168,7 @@ def test_two_processes_take_the_step_of_one_on_all_samples(launch, tmp_path):
 
 
 @pytest.mark.slow
-@both
+@pytest.mark.parametrize("name", ["ppo"])
 def test_laps_and_episodes_of_all_processes_are_logged_by_the_first(launch, tmp_path, name):
     out = finish(launch(name, total_timesteps=9216, start="grid"))
     assert out.count("16 cars on track-01, 2 processes") == 1 and out.count("\ndone: ") == 1
@@ -211,7 +198,7 @@ def test_a_stray_world_size_is_named(monkeypatch, capsys):
 def test_what_processes_cannot_share_is_said(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"--num-envs is 16; it must be a multiple of the number of processes \(3\)"):
-        make_envs(args_of("ppo", num_envs=16, minibatch_size=64))
+        make_envs(MODULES["ppo"].Args(num_envs=16, minibatch_size=64))
 
 
 def test_a_process_drives_its_part_of_the_fleet():
@@ -249,13 +236,6 @@ def worker_pids(launcher: int) -> list[int]:
     """The processes torchrun has started, in order."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children")
     return [int(pid) for pid in children.read_text().split()]
-
-
-def wait_for(condition, process, seconds=60):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.02)
 
 
 linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
@@ -342,16 +322,12 @@ def test_ctrl_c_stops_all_processes_together_with_one_checkpoint(launch, tmp_pat
 
 @pytest.mark.slow
 @both
-def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_all(launch, tmp_path, name):
-    good, dying = Server(), Server("--fault", "die", "--after", "250")
+def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_all(launch, bridge, tmp_path, name):
+    good, dying = bridge(), bridge("--fault", "die", "--after", "250")
     short = {"num_envs": 4, "start": "grid", "total_timesteps": 2000, "checkpoint_every": 10**9, "eval_every": 10**9}
     short |= {"rollout_steps": 50, "minibatch_size": 50} if name == "ppo" else {"log_every": 100, "action_repeat": 2}
-    try:
-        process = launch(name, **short, bridge_url=(good.url, dying.url))
-        out, _ = process.communicate(timeout=100)
-    finally:
-        good.kill()
-        dying.kill()
+    process = launch(name, **short, bridge_url=(good.url, dying.url))
+    out, _ = process.communicate(timeout=100)
     assert process.returncode and "exitcode  : 3" in out, out
     assert f"bridge connection 0 ({dying.url})" in out or f"bridge connection 1 ({dying.url})" in out
     assert f"bridge connection 0 ({good.url})" not in out and "Saved; go on with: torchrun" in out

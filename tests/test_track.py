@@ -8,9 +8,9 @@ import re
 
 import numpy as np
 import pytest
-from slow_engine import SlowTrack
+from slow_engine import SlowTrack, between_the_walls
 
-from racer_sim import GATES, TRACKS, RacerSim, Track, World, load_track
+from racer_sim import RANDOM_HALF_WIDTH, TRACKS, RacerSim, Track, World, load_track
 
 OVAL = [[0, 0, 20], [200, 0, 20], [300, 100, 15], [200, 200, 20], [0, 200, 20], [-100, 100, 20]]
 
@@ -41,63 +41,23 @@ def test_walls_and_gates_are_the_game_s(pair):
         np.testing.assert_allclose(track.gate_direction[k], direction, atol=1e-9)
 
 
-def test_projection_follows_the_game_s_search(pair):
-    track, slow = pair
-    rng = np.random.default_rng(1)
-    s = rng.uniform(0, track.length, 300)
-    normal = track.tangent(s) @ np.array([[0.0, 1.0], [-1.0, 0.0]])
-    points = track.position(s) + normal * rng.uniform(-1, 1, (300, 1)) * (track.half_width(s)[:, None] + 20)
-    sim = RacerSim(1)
-    sim.world = type(sim.world)([track])
-    zeros = np.zeros(300, np.intp)
+def projected(track, points, by_search: bool = False):
+    """Arc length, distance, half-width (N,) of the places (N, 2)."""
+    world, number = World([track]), np.zeros(len(points), np.intp)
+    if by_search:
+        world.guess_u[:] = np.nan  # the tables know nothing
     with np.errstate(all="ignore"):
-        mine, distance, half_width = sim.world.project(zeros, *points.T, sim.world.locate(zeros, *points.T))
-    theirs, their_distance = np.array([slow.project(*p) for p in points]).T
-    gap = np.abs(mine - theirs) / track.length
-    assert np.minimum(gap, 1 - gap).max() < 2e-4
-    assert np.abs(distance - their_distance).max() < 2e-5 * 80
-    np.testing.assert_allclose(half_width, track.half_width(mine), atol=0.02)
+        return world.project(number, *points.T, world.locate(number, *points.T))
 
 
 def test_search_agrees_with_the_tables_and_copes_with_ties(pair):
     track, slow = pair
     points = np.array([track.position(s) + [3.0, -2.0] for s in np.linspace(0, track.length, 40)])
-    s, distance = track.search(*points.T)
+    s, distance, _ = projected(track, points, by_search=True)
     theirs, their_distance = np.array([slow.project(*p) for p in points]).T
     gap = np.abs(s - theirs) / track.length
     assert np.minimum(gap, 1 - gap).max() < 1e-5
     np.testing.assert_allclose(distance, their_distance, atol=2e-3)
-
-
-def some_track(number: int) -> Track:
-    """A closed loop of random shape, with turns of all kinds."""
-    rng = np.random.default_rng(number)
-    while True:
-        angle = 2 * np.pi * (np.arange(count := int(rng.integers(12, 25))) + rng.uniform(-0.3, 0.3, count)) / count
-        waves = [rng.uniform(0, 0.35) / k * np.cos(k * angle + rng.uniform(0, 6.3)) for k in (2, 3, 4, 5)]
-        loop = (1 + sum(waves)) * np.stack([np.cos(angle), rng.uniform(0.5, 1) * np.sin(angle)])
-        loop *= rng.uniform(1100, 3000) / np.hypot(*np.diff(loop, append=loop[:, :1])).sum()
-        width = rng.uniform(11, 32)
-        try:
-            return Track(f"some-{number}", [(x, y, width) for x, y in loop.T])
-        except ValueError:  # its walls would leave no road
-            continue
-
-
-def places_between_the_walls(track: Track, count: int) -> np.ndarray:
-    """(count, 2): a random one of the lines that begin at a place meets both walls an odd and an even number of times."""
-    rng, found = np.random.default_rng(7), np.empty((0, 2))
-    while len(found) < count:
-        x, y = points = rng.uniform(track.outer.min(0), track.outer.max(0), (count, 2)).T
-        inside = []
-        for line in (track.outer, track.inner):
-            crossed = np.zeros(count, bool)
-            for (ax, ay), (bx, by) in zip(line, np.roll(line, -1, 0), strict=True):
-                if ay != by:
-                    crossed ^= ((ay <= y) != (by <= y)) & (ax + (y - ay) * (bx - ax) / (by - ay) > x)
-            inside.append(crossed)
-        found = np.concatenate([found, points.T[inside[0] & ~inside[1]]])
-    return found[:count]
 
 
 def nearest_by_force(track: Track, points: np.ndarray):
@@ -129,37 +89,30 @@ def nearest_by_force(track: Track, points: np.ndarray):
     return tuple(np.concatenate(parts) for parts in zip(*results, strict=True))
 
 
-PLACES = 20_000  # on each of 23 tracks; with 44,000 it is a million, and some 80 s
+PLACES = 20_000  # on each of 23 tracks; with 44,000 it is a million, and half a minute
 
 
 def assert_projection_is_right(track: Track, count: int) -> None:
-    points, world = places_between_the_walls(track, count), World([track])
-    number = np.zeros(count, np.intp)
-    with np.errstate(all="ignore"):
-        s, distance, half_width = world.project(number, *points.T, world.locate(number, *points.T))
+    points = between_the_walls(track, count, seed=7)
+    s, distance, half_width = projected(track, points)
     true_s, true_distance, gap = nearest_by_force(track, points)
-    clear = gap > 1e-3  # of two branches as near as each other, either will do
+    # Of two branches as near as each other, either will do; and where a turn's centre is, the search may find the better one.
+    clear = (gap > 1e-3) & (distance > true_distance - 1e-6)
     error = np.abs(np.mod(s - true_s + track.length / 2, track.length) - track.length / 2)
-    assert error[clear].max() < 1e-3 and np.abs(distance - true_distance).max() < 1e-3, points[error.argmax()]
+    assert error[clear].max() < 1e-3 and np.abs(distance - true_distance).max() < 1e-3, points[(error * clear).argmax()]
     np.testing.assert_allclose(half_width[clear], track.half_width(true_s[clear]), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", TRACKS)
 def test_the_projection_is_right_between_the_walls(name):
     """Where the road turns around a car, or two parts of it are about as near, too."""
-    assert_projection_is_right(load_track(name), 12_000)
+    assert_projection_is_right(load_track(name), 6_000)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(23))
-def test_the_projection_is_right_everywhere_on_many_tracks(number):
-    tracks = [*map(load_track, TRACKS), *([some_track(number)] if number >= 3 else [])]
-    assert_projection_is_right(tracks[min(number, 3)], PLACES)
-
-
-def test_a_track_is_built_once_per_process():
-    assert load_track("track-01") is load_track("track-01")
-    assert RacerSim(1).world.tracks[0] is load_track("track-01")
+@pytest.mark.parametrize("name", [*TRACKS, *(f"random-{number}" for number in range(1, 21))])
+def test_the_projection_is_right_everywhere_on_many_tracks(name):
+    assert_projection_is_right(load_track(name), PLACES)
 
 
 def test_a_json_track_drives_like_a_built_in_one(tmp_path):
@@ -177,13 +130,33 @@ def test_tables_stay_small():
         assert sum(value.nbytes for value in tables if isinstance(value, np.ndarray)) < 50e6
 
 
-def test_gates_are_evenly_spaced_and_cross_the_road():
-    track = load_track("track-02")
-    assert len(track.gate_inner) == GATES
-    s, _ = track.search(*((track.gate_inner + track.gate_outer) / 2).T)
-    expected = np.arange(GATES) * track.length / GATES
-    gap = np.abs(s - expected)
-    assert np.minimum(gap, track.length - gap).max() < track.length / GATES / 2
+def test_random_tracks_are_the_same_for_everybody():
+    """The numbers of another machine and another day. If this fails, drivers and results of others are of other tracks."""
+    golden = {
+        1: [[136.9, -180.0, 23.2], [192.7, -150.2, 22.4]],
+        24: [[-432.1, 53.9, 20.6], [-475.0, 150.9, 20.6]],
+        10_001: [[248.9, 136.6, 12.7], [327.0, 95.3, 13.9]],
+    }
+    for number, points in golden.items():
+        np.testing.assert_array_equal(load_track(f"random-{number}").control_points[:2], points)
+    assert load_track("random-7") is load_track("random-7")
+
+
+def test_random_tracks_are_like_the_game_s_and_of_all_kinds():
+    tracks, tight, ways, both = [load_track(f"random-{number}") for number in range(1, 41)], [], [], 0
+    for track in tracks:
+        assert 950 < track.length < 3_150
+        widths = track.control_points[:, 2]
+        assert RANDOM_HALF_WIDTH[0] <= widths.min() and widths.max() <= RANDOM_HALF_WIDTH[1]
+        tangent = track.tangent(np.arange(0, track.length, 2.0)) @ [1, 1j]
+        turn = np.angle(np.roll(tangent, -1) / tangent) / 2.0
+        both += turn.min() < -1 / 150 and turn.max() > 1 / 150
+        tight.append(1 / np.abs(turn).max())
+        ways.append(np.sign(turn.sum()))
+    assert sum(radius < 25 for radius in tight) >= 5 and sum(radius > 40 for radius in tight) >= 5
+    assert both > 30, "nearly all turn both ways"
+    assert 10 <= sum(way > 0 for way in ways) <= 30, "some go around to the left, some to the right"
+    assert min(track.length for track in tracks) < 1_300 and max(track.length for track in tracks) > 2_700
 
 
 def replaced(index, value):
@@ -224,8 +197,10 @@ def test_a_bad_track_is_refused_with_the_point_and_the_reason(tmp_path, points, 
 
 
 def test_an_unreadable_track_file_says_why(tmp_path):
-    with pytest.raises(ValueError, match=r"unknown track 'nope'. Available: track-01, track-02, track-03"):
+    with pytest.raises(ValueError, match=r"unknown track 'nope'. Available: track-01, track-02, track-03, random-1"):
         load_track("nope")
+    with pytest.raises(ValueError, match=r"unknown track 'random-x'"):
+        load_track("random-x")
     with pytest.raises(ValueError, match="cannot be read"):
         load_track(str(tmp_path / "missing.json"))
     for text, message in (
