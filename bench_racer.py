@@ -5,7 +5,7 @@
     python bench_racer.py --only training --runs 3            # medians of three seeds
     python bench_racer.py --only drivers                      # what a driver that has learned nothing reaches
     python bench_racer.py --only drivers --checkpoint runs/NAME/best.pt      # and a trained one beside it
-    python bench_racer.py --compare                           # and Stable-Baselines3 beside it, if it is installed
+    python bench_racer.py --only results --seeds 101 110      # the README's results: every command with ten seeds, an hour
     python bench_racer.py --bridge-url ws://localhost:9876    # the real game, 1 and --num-envs connections
     python bench_racer.py --json out.json                     # every number, for a machine to read
 
@@ -17,6 +17,9 @@ Every row is the median of its repeats, beside their spread: (fastest - slowest)
     training     each algorithm's default command as a process of its own, from its start to its end: steps/s, the seconds
                  to a lap faster than the published driver's 7.367 s on track-01, and where the time of a step goes
     drivers      an episode from the grid on every track: laps, reward, time off the road
+    results      what the README's commands reach with each of --seeds, as processes of their own: median and worst of the
+                 best driver's flying lap and reward, time off the road, and the steps from which laps under the published
+                 driver's hold in every evaluation; for --random-tracks, the same of tracks that it has never seen
 
 Exit code: 0 if the environment's fastest row reaches --target steps/s, 1 if not, 2 if something could not be measured
 (no bridge, a bad flag).
@@ -30,8 +33,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -47,14 +50,18 @@ import numpy as np
 import torch
 import tyro
 
-from callbacks_lite import PUBLISHED_LAP_TICKS, describe, evaluate, load_checkpoint, load_driver, saved_args, summarize
-from racer_env import BridgeError, RacerVectorEnv
-from racer_sim import TICKS_PER_SECOND, TRACKS, RacerSim
+from callbacks_lite import (
+    PUBLISHED_LAP_TICKS, describe, evaluate, full_throttle, load_checkpoint, load_driver, read_csv, saved_args,
+    summarize,
+)  # fmt: skip
+from racer_env import BridgeError, RacerVectorEnv, load_config
+from racer_sim import TICKS_PER_SECOND, TRACKS
 
 PUBLISHED_BRIDGE_STEPS_PER_SEC = 3_980  # what the game's authors report for their bridge on a desktop, one connection
 CAR_COUNTS = (1, 16, 64, 256, 1_024, 4_096)
 EMBEDDED_TARGET, BRIDGE_TARGET = 1_000_000.0, 1_000.0
 ALGORITHMS = ("ppo", "sac")
+USUAL_TABLES = ("environment", "learning", "training")
 LEARNING_S = 1.0  # how long a repeat of learning takes
 GAINS, OFFSETS = (0.25, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0), (-0.1, -0.03, 0.0, 0.03)  # of the hand-written driver
 HERE = Path(__file__).resolve().parent
@@ -64,18 +71,12 @@ HERE = Path(__file__).resolve().parent
 class Args:
     """Measure the environment, learning and training; the real game behind a bridge; or drivers."""
 
-    only: tuple[Literal["environment", "learning", "training", "drivers"], ...] = (
-        "environment",
-        "learning",
-        "training",
-    )
+    only: tuple[Literal["environment", "learning", "training", "drivers", "results"], ...] = USUAL_TABLES
     """the tables to measure"""
     checkpoint: tuple[Path, ...] = ()
     """drivers: trained drivers to drive beside the hand-written one, checkpoints or run folders"""
-    compare: bool = False
-    """measure Stable-Baselines3 as well, on the same embedded engine (pip install stable-baselines3)"""
-    compare_seconds: float = 120.0
-    """give up on a lap of Stable-Baselines3 after this long"""
+    seeds: tuple[int, int] = (101, 110)
+    """results: the first seed and the last one"""
     runs: int = 1
     """training: runs of each algorithm, with seeds 1, 2, ...; the median one is reported"""
     total_timesteps: int | None = None
@@ -101,8 +102,8 @@ class Args:
         for name, least in (("num_envs", 1), ("steps", 1), ("warmup", 0), ("repeats", 1), ("runs", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be {least} or more")
-        if self.compare and importlib.util.find_spec("stable_baselines3") is None:
-            raise ValueError("--compare needs Stable-Baselines3, which is not installed: pip install stable-baselines3")
+        if self.seeds[0] > self.seeds[1]:
+            raise ValueError(f"--seeds is {self.seeds[0]} {self.seeds[1]}; give the first one and the last one")
 
 
 # -- drivers -------------------------------------------------------------------------------------------------------------
@@ -120,13 +121,6 @@ def lean(observations: np.ndarray) -> np.ndarray:
     """Into the nearer wall and along it. (N, 14) -> (N, 3)"""
     side = np.where(observations[:, 0] < observations[:, 8], 0.35, -0.35)  # ray 0 looks to the right, ray 8 to the left
     return np.stack([side, np.full(len(side), 0.6), np.zeros(len(side))], axis=1)
-
-
-def full_throttle(observations: np.ndarray, gain=1.0, offset=0.0) -> np.ndarray:
-    """The hand-written driver: full throttle, and steer to the side that has more room. (N, 14) -> (N, 3)"""
-    right, left = observations[:, 0:4].sum(1), observations[:, 5:9].sum(1)
-    steer = np.clip(gain * (right - left) + offset, -1, 1)
-    return np.stack([steer, np.ones(len(steer)), np.zeros(len(steer))], axis=1)
 
 
 def hand_written(track: str) -> tuple[dict, dict]:
@@ -164,16 +158,6 @@ def bench_drivers(args: Args) -> list[dict]:
 # -- 1 the environment ---------------------------------------------------------------------------------------------------
 
 
-class BareEngine(RacerSim):
-    """The engine with what is measured of an environment."""
-
-    def reset(self, cars=None, seed=None):
-        return super().reset(cars), {}
-
-    def close(self) -> None:
-        pass
-
-
 def run_benchmark(
     steps: int = 400,
     target: float = 0.0,
@@ -188,25 +172,23 @@ def run_benchmark(
     """One row: steps/s of all cars together, and the latency of one step() call. The median repeat by steps/s."""
     tracks = [track_id] if isinstance(track_id, str) else list(track_id)
     start = "grid" if bridge_url else "anywhere"  # spread over the track, as in training
-    if engine_only:
-        envs = BareEngine(num_envs, tracks, start=start)
-    else:
-        envs = RacerVectorEnv(num_envs, tracks, None, bridge_url, start)
+    envs = RacerVectorEnv(num_envs, tracks, None, bridge_url, start)
+    step = envs._cars.sim.step if engine_only else envs.step
     try:
-        results = [_measure(envs, steps, warmup, num_envs, driver) for _ in range(repeats)]
+        results = [_measure(envs, step, steps, warmup, num_envs, driver) for _ in range(repeats)]
     finally:
         envs.close()
     row = median_row(results, "steps_per_sec") | {"num_envs": num_envs, "steps": steps, "target": target}
     return {**row, "passed": bool(row["steps_per_sec"] >= target)}
 
 
-def _measure(envs, steps: int, warmup: int, num_envs: int, driver) -> dict:
+def _measure(envs, step, steps: int, warmup: int, num_envs: int, driver) -> dict:
     observations, _ = envs.reset(seed=1)
     latency_s = np.empty(steps)
     for i in range(-warmup, steps):
         actions = driver(observations)
         begun = time.perf_counter()
-        observations, *_ = envs.step(actions)
+        observations, *_ = step(actions)
         if i >= 0:
             latency_s[i] = time.perf_counter() - begun
     times = {f"p{p}_ms": float(np.percentile(latency_s, p) * 1e3) for p in (50, 95, 99)}
@@ -246,12 +228,10 @@ def bench_environment(args: Args, target: float) -> list[dict]:
 def bench_learning(args: Args) -> list[dict]:
     """Updates/s: optimiser steps of all networks, on samples that are there already."""
     learners = {"ppo_racer.py": ppo_learner, "sac_racer.py": sac_learner}
-    if args.compare:
-        learners |= {"Stable-Baselines3 PPO": sb3_ppo_learner, "Stable-Baselines3 SAC": sb3_sac_learner}
     rows = []
     print(f"\n{'learning':<24}{'updates/s':>11} {'spread':>7} {'samples/s':>14}")
+    torch.set_num_threads(1)  # as the trainers do
     for label, make in learners.items():
-        torch.set_num_threads(os.cpu_count() if "Stable" in label else 1)  # as torch does by itself, and as we do
         learn, updates, samples = make()
         learn()
         rates = []
@@ -262,12 +242,10 @@ def bench_learning(args: Args) -> list[dict]:
                 count += 1
             rates.append({"rate": count / (time.perf_counter() - begun)})
         row = {"label": label, **median_row(rates, "rate")}
-        rows.append(row | {"updates_per_sec": row["rate"] * updates, "samples_per_sec": row["rate"] * samples})
-        row = rows[-1]
-        print(
-            f"{label:<24}{row['updates_per_sec']:>11,.0f} {row['spread']:>7.1%} {row['samples_per_sec']:>14,.0f}",
-            flush=True,
-        )
+        row |= {"updates_per_sec": row["rate"] * updates, "samples_per_sec": row["rate"] * samples}
+        rows.append(row)
+        numbers = f"{row['updates_per_sec']:>11,.0f} {row['spread']:>7.1%} {row['samples_per_sec']:>14,.0f}"
+        print(f"{label:<24}{numbers}", flush=True)
     return rows
 
 
@@ -306,10 +284,12 @@ def sac_learner():
 # A run as a process of its own, which writes what it reached, and how long it took to begin, to a file.
 RUN = """
 import time; begun = time.perf_counter()
-import json, {name}_racer as trainer
+import json, sys, {name}_racer as trainer
+from callbacks_lite import read_args
+args = read_args(trainer.Args, trainer.PRESETS, "{name}", sys.argv[2:])
 before = time.perf_counter() - begun
-result = trainer.train(trainer.Args(seed={seed}, run_dir=trainer.Path({folder!r}){more}))
-json.dump({{**result, "before": before, "best": result["best"]["results"]}}, open({path!r}, "w"))
+result = trainer.train(args)
+json.dump({{**result, "before": before, "best": result["best"]["results"]}}, open(sys.argv[1], "w"))
 """
 
 
@@ -319,40 +299,42 @@ def bench_training(args: Args) -> list[dict]:
     mark = f"< {PUBLISHED_LAP_TICKS['track-01'] / TICKS_PER_SECOND:.3f} s"
     columns = f"{'steps':>10} {'seconds':>10} {'steps/s':>11} {'spread':>7} {'in the loop':>12} {mark:>11}"
     print(f"\n{'training on track-01':<24}{columns} {'best lap':>10}")
+    more = ["--total-timesteps", str(args.total_timesteps)] if args.total_timesteps else []
     for name in ALGORITHMS:
-        results = [run_training(name, seed, args) for seed in range(1, args.runs + 1)]
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [Path(folder) / str(seed) for seed in range(1, args.runs + 1)]
+            results = [run_command(name, ["--seed", path.name, *more], path) for path in folders]
         rows.append({"label": f"{name}_racer.py", "runs": len(results), **median_row(results, "steps_per_sec")})
         laps = [result["seconds_to_lap"] for result in results]
         rows[-1]["seconds_to_lap"] = None if None in laps else statistics.median(laps)
         print_training(rows[-1])
-        if args.compare:
-            torch.set_num_threads(os.cpu_count() or 1)
-            rows.append(sb3_training(name, args))
-            print_training(rows[-1])
     return rows
 
 
-def run_training(name: str, seed: int, args: Args) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
-        more = f", total_timesteps={args.total_timesteps}" if args.total_timesteps else ""
-        script = RUN.format(name=name, seed=seed, folder=folder, path=str(path), more=more)
-        begun = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", script], cwd=HERE, capture_output=True, text=True)
-        seconds = time.perf_counter() - begun
-        if done.returncode:
-            raise RuntimeError(f"{name}_racer.py failed: {done.stderr.strip()[-500:]}")
-        result = json.loads(path.read_text())
-    beaten, best = result["published_beaten"], result["best"]
+def run_command(name: str, words: list[str], folder: Path) -> dict:
+    """A trainer's command as a process of its own, its run in that folder."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "result.json"
+    command = [sys.executable, "-c", RUN.format(name=name), str(path), "--run-dir", str(folder), "--run-name", "run"]
+    begun = time.perf_counter()
+    done = subprocess.run([*command, *words], cwd=HERE, capture_output=True, text=True)
+    seconds = time.perf_counter() - begun
+    if done.returncode:
+        raise RuntimeError(f"{name}_racer.py failed: {done.stderr.strip()[-500:]}")
+    result = json.loads(path.read_text())
+    beaten, best, tag = result["published_beaten"], result["best"], "eval/flying_lap_time_sec"
+    rows = read_csv(folder / "run" / "metrics.csv")
+    evaluations = [(int(row["step"]), float(row.get(tag) or "inf")) for row in rows if row["eval/mean_reward"]]
     return {
         "steps": result["steps"],
         "seconds": seconds,
         "steps_per_sec": result["steps"] / seconds,
         "loop_steps_per_sec": result["steps_per_sec"],
         "seconds_to_lap": result["before"] + beaten["seconds"] if beaten else None,
-        "steps_to_lap": beaten["steps"] if beaten else None,
         "flying_lap_sec": best[0]["flying_lap_sec"] if best else None,
         "clock": result["clock"],
+        "results": best,
+        "evaluations": evaluations,
     }
 
 
@@ -361,118 +343,100 @@ def print_training(row: dict) -> None:
     best = "none" if row["flying_lap_sec"] is None else f"{row['flying_lap_sec']:.3f} s"
     numbers = f"{row['steps']:>10,} {row['seconds']:>8.1f} s {row['steps_per_sec']:>11,.0f} {row['spread']:>7.1%}"
     print(f"{row['label']:<24}{numbers} {row['loop_steps_per_sec']:>12,.0f} {lap:>11} {best:>10}", flush=True)
-    if row.get("clock"):
-        total = sum(row["clock"].values())
-        shares = sorted(row["clock"].items(), key=lambda item: -item[1])
-        text = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares)
-        print(f"{'':<24}{text}; a step takes {1e6 * total / row['steps']:.2f} us", flush=True)
+    total = sum(row["clock"].values())
+    shares = sorted(row["clock"].items(), key=lambda item: -item[1])
+    text = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in shares)
+    print(f"{'':<24}{text}; a step takes {1e6 * total / row['steps']:.2f} us", flush=True)
 
 
-# -- Stable-Baselines3, for comparison -------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------------------------------
+
+RESULTS = (  # trainer, flags
+    ("ppo", ""),
+    ("sac", ""),
+    ("ppo", "--slow-game --eval-every 2000"),
+    ("sac", "--slow-game --eval-every 2000"),
+    ("ppo", "--track-id track-01 track-02 track-03 --total-timesteps 8000000"),
+    ("ppo", "--random-tracks 24"),
+    ("sac", "--random-tracks 24"),
+)
+UNSEEN = tuple(f"random-{number}" for number in range(10_001, 10_021))
+STARTS_PER_TRACK = 20  # from anywhere, on every unseen track
 
 
-def sb3_cars(num_envs: int):
-    """The embedded engine as a vector environment of Stable-Baselines3: all cars in one call, as fast as it can be given."""
-    from stable_baselines3.common.vec_env import VecEnv, VecNormalize
-
-    class Cars(VecEnv):
-        def __init__(self):
-            self.envs = RacerVectorEnv(num_envs, stagger=num_envs > 1)
-            super().__init__(num_envs, self.envs.single_observation_space, self.envs.single_action_space)
-
-        def reset(self):
-            return self.envs.reset(seed=1)[0]
-
-        def step_async(self, actions):
-            self.actions = actions
-
-        def step_wait(self):
-            observations, rewards, terminated, truncated, infos = self.envs.step(self.actions)
-            each = [{} for _ in range(num_envs)]
-            for i in np.flatnonzero(terminated | truncated):
-                cut = bool(not terminated[i])
-                each[i] = {"terminal_observation": infos["final_obs"][i], "TimeLimit.truncated": cut}
-            return observations, rewards.astype(np.float32), terminated | truncated, each
-
-        def close(self):
-            self.envs.close()
-
-        def get_attr(self, name, indices=None):
-            return [None] * num_envs
-
-        set_attr = env_method = get_attr
-
-        def env_is_wrapped(self, wrapper, indices=None):
-            return [False] * num_envs
-
-    return VecNormalize(Cars())
+def bench_results(args: Args) -> list[dict]:
+    rows, seeds = bench_drivers(args), range(args.seeds[0], args.seeds[1] + 1)
+    print(f"\nseeds {seeds[0]} to {seeds[-1]}: median / worst")
+    yardsticks = {track: [result["mean_reward"] for result in hand_written(track)] for track in UNSEEN}
+    for name, flags in RESULTS:
+        print(f"{name}_racer.py {flags}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            folders = [Path(folder) / str(seed) for seed in seeds]
+            runs = [run_command(name, [*flags.split(), "--seed", path.name], path) for path in folders]
+            unseen = [drive_unseen(trained(path / "run"), yardsticks) for path in folders if "--random-tracks" in flags]
+        rows.append({"label": f"{name}_racer.py {flags}".strip(), "seeds": [*seeds], "runs": runs, "unseen": unseen})
+        for line in lines_of_unseen(unseen) + lines_of_tracks(unseen) if unseen else lines_of_tracks(runs):
+            print(f"    {line}")
+        seconds = [run["seconds"] for run in runs]
+        print(f"    {statistics.median(seconds):.0f} s, {max(seconds):.0f} s at most", flush=True)
+    return rows
 
 
-def sb3_ppo_learner():
-    """Its PPO.train() with our cars, rollout, minibatches, epochs and layers."""
-    from stable_baselines3 import PPO
-
-    import ppo_racer
-
-    args = ppo_racer.Args()
-    model = PPO("MlpPolicy", sb3_cars(args.num_envs), n_steps=args.rollout_steps, batch_size=args.minibatch_size,
-                n_epochs=args.update_epochs, policy_kwargs={"net_arch": [args.hidden, args.hidden]}, device="cpu")  # fmt: skip
-    model.learn(args.steps_per_iteration)
-    samples = args.update_epochs * args.steps_per_iteration
-    return model.train, samples // args.minibatch_size, samples
+def holds_from(evaluations: list[tuple[int, float]], mark: float) -> float:
+    """The steps of the first evaluation from which on all lap times are under the mark; infinite if the last one is not."""
+    step = math.inf
+    for steps, lap in reversed(evaluations):
+        if not lap < mark:
+            break
+        step = steps
+    return step
 
 
-def sb3_sac_learner():
-    """Its SAC.train() with our batch and layers."""
-    from stable_baselines3 import SAC
+def lines_of_tracks(runs: list[dict]) -> list[str]:
+    lines = []
+    for results in zip(*(run["results"] for run in runs), strict=True):  # of one track, all seeds
+        laps = [result["flying_lap_sec"] or math.inf for result in results]
+        rewards, off_road = ([result[key] for result in results] for key in ("mean_reward", "off_road_share"))
+        text = f"{results[0]['track']}: flying lap {statistics.median(laps):.3f} / {max(laps):.3f} s, reward "
+        text += f"{statistics.median(rewards):.3f} / {min(rewards):.3f}, off the road {statistics.median(off_road):.1%}"
+        lines.append(f"{text} / {max(off_road):.1%}")
+    if len(lines) == 1:
+        holds = [holds_from(run["evaluations"], PUBLISHED_LAP_TICKS["track-01"] / TICKS_PER_SECOND) for run in runs]
+        lines[0] += f", holds from {statistics.median(holds):,.0f} / {max(holds):,.0f} steps"
+    return lines
 
-    import sac_racer
 
-    args = sac_racer.Args()
-    model = SAC("MlpPolicy", sb3_cars(args.num_envs), batch_size=args.batch_size, learning_starts=1_000,
-                policy_kwargs={"net_arch": [args.hidden, args.hidden]}, device="cpu")  # fmt: skip
-    model.learn(3_000)
-    learn = {"gradient_steps": args.updates, "batch_size": args.batch_size}
-    return lambda: model.train(**learn), args.updates, args.updates * args.batch_size
+def drive_unseen(driver, yardsticks: dict) -> dict:
+    """A driver on tracks that it has never seen. Shares are of the rewards of the hand-written driver's best settings."""
 
+    def episodes(tracks, cars: int = 1, **settings) -> list:
+        return evaluate(driver, RacerVectorEnv(cars * len(tracks), tracks, **settings), tracks, seed=0, whole=False)
 
-def sb3_training(name: str, args: Args) -> dict:
-    """Its own defaults, as people run it: PPO with 8 cars, SAC with one. Until a lap under the mark, or --compare-seconds."""
-    import stable_baselines3
-    from stable_baselines3.common.callbacks import BaseCallback
-
-    cars, judge = sb3_cars(8 if name == "ppo" else 1), RacerVectorEnv(1)
-    model = getattr(stable_baselines3, name.upper())("MlpPolicy", cars, seed=1, device="cpu")
-    every, mark = 20_000 if name == "ppo" else 5_000, PUBLISHED_LAP_TICKS["track-01"] / TICKS_PER_SECOND
-    reached: dict = {"seconds_to_lap": None, "flying_lap_sec": None}
-    judging = 0.0  # its evaluations are ours, so they are not counted
-
-    def predict(obs):
-        return model.predict(cars.normalize_obs(obs), deterministic=True)[0]
-
-    class Until(BaseCallback):
-        def _on_step(self) -> bool:
-            nonlocal judging
-            seconds = time.perf_counter() - begun - judging
-            if self.num_timesteps % every < self.training_env.num_envs:
-                result = summarize(evaluate(predict, judge, ["track-01"]), judge.config)
-                judging = time.perf_counter() - begun - seconds
-                if (result["flying_lap_sec"] or mark) < mark:
-                    reached.update(seconds_to_lap=seconds, flying_lap_sec=result["flying_lap_sec"])
-            return reached["seconds_to_lap"] is None and seconds < args.compare_seconds
-
-    begun = time.perf_counter()
-    model.learn(10**9, callback=Until())
-    seconds = time.perf_counter() - begun - judging
-    row = {
-        "label": f"Stable-Baselines3 {name.upper()}",
-        "runs": 1,
-        "spread": 0.0,
-        "steps": model.num_timesteps,
-        **reached,
+    driven, anywhere = episodes([*yardsticks]), episodes([*yardsticks], STARTS_PER_TRACK, start="anywhere")
+    rewards, (one, best) = np.array([sum(e.rewards) for e in driven]), np.array([*yardsticks.values()]).T
+    return {
+        "better_than_one": int((rewards > one).sum()),
+        "better_than_best": int((rewards > best).sum()),
+        "share": float((rewards / best).mean()),
+        "least_share": float((rewards / best).min()),
+        "off_road_share": float(np.mean([np.mean(e.off_road) for e in driven])),
+        "episodes": len(anywhere),
+        "failures": sum(e.failed for e in anywhere),
+        "results": [summarize([e], load_config()) for e in episodes([*TRACKS])],
     }
-    rate = model.num_timesteps / seconds
-    return {**row, "seconds": seconds, "steps_per_sec": rate, "loop_steps_per_sec": rate}
+
+
+def lines_of_unseen(unseen: list[dict]) -> list[str]:
+    names = ("better_than_one", "better_than_best", "share", "least_share", "off_road_share", "failures")
+    one, best, share, least, off_road, failures = ([found[name] for found in unseen] for name in names)
+    of, median = f"of {len(UNSEEN)} unseen tracks", statistics.median
+    return [
+        f"reward above the hand-written driver's on {median(one):g} / {min(one)} {of}, above the best of its settings on "
+        f"{median(best):g} / {min(best)}",
+        f"reward {median(share):.1%} / {min(share):.1%} of that best in the mean, {median(least):.1%} / {min(least):.1%} on the "
+        f"worst track; off the road {median(off_road):.1%} / {max(off_road):.1%}; failures in {unseen[0]['episodes']} episodes "
+        f"from anywhere {median(failures):g} / {max(failures)}",
+    ]
 
 
 # -- reporting -------------------------------------------------------------------------------------------------------------
@@ -510,6 +474,7 @@ def main(args: Args) -> int:
             print(f"fastest row {best:,.0f}, target {target:,.0f}: {'reached' if found['passed'] else 'MISSED'}")
         if not args.bridge_url:
             tables = {"learning": bench_learning, "training": bench_training, "drivers": bench_drivers}
+            tables["results"] = bench_results
             found |= {name: measure(args) for name, measure in tables.items() if name in args.only}
         if args.json:
             args.json.write_text(json.dumps(found, indent=2))
