@@ -90,15 +90,20 @@ def test_a_first_look_at_the_command_line_chooses_the_defaults(name):
     assert args_of(name, "--track-id", "track-01", "track-02", "--start", "grid").start == "grid"
     on_bridge = args_of(name, "--track-id", "track-01", "track-02", "--bridge-url", "ws://localhost:1")
     assert on_bridge.start == "grid" and on_bridge.num_envs == slow["num_envs"], "the real game has no other start"
+    every = args_of(name, "--random-tracks", "3")
+    assert every.track_id == ("random-1", "random-2", "random-3") and every.hide_arc and every.start == "anywhere"
+    assert every.off_road_price == module.PRESETS["random tracks"]["off_road_price"] > usual.off_road_price
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--resume", "a", "--evaluate", "b"), "--resume and --evaluate are different tasks; give one of them"),
+        (("--start-from", "a", "--resume", "b"), "--start-from and --resume are different tasks; give one of them"),
         (("--export", "a"), "--export needs --checkpoint as well"),
         (("--checkpoint", "a"), "--checkpoint needs --export as well"),
         (("--json", "a"), "--json needs --evaluate as well"),
+        (("--random-tracks", "2", "--track-id", "track-01"), "--random-tracks and --track-id both name tracks"),
         (("--bridge-url",), "--bridge-url has no URL; give one like ws://localhost:9876"),
     ],
 )
@@ -136,6 +141,14 @@ def test_every_requirement_has_both_bounds_and_a_reason():
     for line in lines:
         assert re.fullmatch(r"[\w-]+>=[\d.]+,<[\d.]+ +# .{8,}", line), line
     assert any(line.startswith("torch>=2.4,<2.14 ") for line in lines)
+
+
+def test_what_pip_installs_is_what_the_requirements_name_and_every_module():
+    project = (ROOT / "pyproject.toml").read_text()
+    to_run = (ROOT / "requirements.txt").read_text().split("# -- to test")[0]
+    assert re.findall(r'^    "(\S+)",$', project, re.M) == re.findall(r"^(\w\S+)", to_run, re.M)
+    modules = re.search(r"py-modules = \[(.*)\]", project)[1]
+    assert sorted(re.findall(r'"(\w+)"', modules)) == sorted(path.stem for path in ROOT.glob("*.py"))
 
 
 def test_the_engine_needs_numpy_only():
