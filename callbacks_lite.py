@@ -1084,9 +1084,9 @@ class Run:
                 "parts": parts,
                 "run": {**run, "published_beaten": self.published_beaten},
             }
-            self.saved = from_first(write_checkpoint, self.folder / name, checkpoint)
-            if self.saved and rank() == 0 and _store is not None and name == "checkpoint.pt":
+            if rank() == 0 and _store is not None and name == "checkpoint.pt":
                 _store.set("saved", str(self.folder.resolve()))  # for torchrun's next attempt
+            self.saved = from_first(write_checkpoint, self.folder / name, checkpoint)
         return self.saved
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -1293,8 +1293,9 @@ def run_command(algorithm: str, Args, presets: dict, make_agent: Callable, train
     try:
         init_processes()
         argv = sys.argv[1:]
-        if _store is not None and _store.check(["saved"]):  # torchrun has started the processes again
-            argv = ["--resume", _store.get("saved").decode()]
+        saved = Path(_store.get("saved").decode()) if _store is not None and _store.check(["saved"]) else None
+        if saved and (saved / "checkpoint.pt").exists():  # torchrun has started the processes again
+            argv = ["--resume", str(saved)]
         args = read_args(Args, presets, algorithm, argv, doc)
         if args.evaluate or args.export:
             (evaluate_driver if args.evaluate else export_driver)(args, algorithm, make_agent)
