@@ -11,11 +11,10 @@
 Both backends give the same spaces, the same info, the same numbers; `RacerEnv` is the contract, its docstring the spec.
 
     1  the contract     spaces, names, the config file
-    2  embedded cars    racer_sim behind a small interface
-    3  bridge cars      the same interface over WebSocket connections to the game
-    4  RacerEnv         one car
-    5  RacerVectorEnv   N cars, same-step autoreset, episode statistics, reconnects to a bridge by itself
-    6  RewardScaler     the scale of rewards that networks learn from
+    2  cars             on the embedded engine, or those of racer_bridge: one small interface
+    3  RacerEnv         one car
+    4  RacerVectorEnv   N cars, same-step autoreset, episode statistics, reconnects to a bridge by itself
+    5  RewardScaler     the scale of rewards that networks learn from
 
 A mistake of the caller raises ValueError, a fault of the bridge raises BridgeError. Both leave an environment that can be closed.
 """
@@ -28,23 +27,21 @@ import difflib
 import json
 import logging
 import math
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import gymnasium as gym
 import numpy as np
-import websocket
 from gymnasium.vector import AutoresetMode
 
+from racer_bridge import RESET_INFO, STEP_INFO, BridgeCars, BridgeError, start_of
 from racer_sim import (
-    CENTRELINE_RANGE,
     DEFAULT_CONFIG,
     NUM_RAYS,
-    OBS_SIZE,
-    REWARD_PARTS,
+    OBS_HIGH,
+    OBS_LOW,
+    OBS_NAMES,
     STARTS,
     TICKS_PER_SECOND,
     TRACKS,
@@ -52,12 +49,10 @@ from racer_sim import (
     is_finite,
     load_track,
 )
+from racer_sim import OBS_SIZE as OBS_SIZE  # for trainers
 
 # == 1  The contract ===================================================================================================
 
-OBS_NAMES = (*(f"ray{i}" for i in range(NUM_RAYS)), "speed", "yawRate", "steer", "arc", "centreline")
-OBS_LOW = np.array([0.0] * NUM_RAYS + [0.0, -1.0, -1.0, 0.0, 0.0], dtype=np.float32)
-OBS_HIGH = np.ones(OBS_SIZE, dtype=np.float32)
 ACTION_NAMES = ("steer", "throttle", "brake")
 ACTION_LOW = np.array([-1.0, 0.0, 0.0], dtype=np.float32)
 ACTION_HIGH = np.array([1.0, 1.0, 1.0], dtype=np.float32)
@@ -68,48 +63,19 @@ OBS_STD = (*[0.2] * NUM_RAYS, 0.25, 0.3, 0.5, 0.3, 0.15)
 BLIND_MEAN = (0.25, 0.27, 0.4, 0.7, 0.9, 0.7, 0.4, 0.27, 0.25, 0.8, 0.0, 0.0, 0.0, 0.15)
 BLIND_STD = (0.07, 0.08, 0.17, 0.2, 0.16, 0.2, 0.17, 0.08, 0.07, 0.2, 0.25, 0.2, 1e15, 0.09)  # the arc vanishes
 
-# What info holds after a step, with its type: the game's keys, in the game's order.
-STEP_INFO: dict[str, type] = {
-    **dict.fromkeys(REWARD_PARTS, float),
-    "tick": int,
-    "rawSpeed": float,
-    "lap": int,
-    "checkpoint": int,
-    "stepCount": int,
-    "wallContact": bool,
-    "stillnessCounter": int,
-}
-INFO_KEYS = {kind: [key for key, k in STEP_INFO.items() if k is kind] for kind in (float, int, bool)}
 ENGINE_NAMES = {  # what the engine calls it, but for the reward parts
     "tick": "step_count", "rawSpeed": "speed", "lap": "lap", "checkpoint": "checkpoint", "stepCount": "step_count",
     "wallContact": "wall_contact", "stillnessCounter": "stillness",
 }  # fmt: skip
-RESET_INFO = ("lap", "checkpoint", "stepCount")
 
 ENV_ID = "TopDownRacer-v0"
 DEFAULT_CONFIG_PATH = Path(__file__).with_name("ai-config.json")
 NO_LIMIT = np.int64(2**62)
 STAGGER_STRIDE = 7919  # a prime: with it, cars that are neighbours are far apart in the order of first endings
-CONNECT_TIMEOUT_S = 10.0
-REPLY_TIMEOUT_S = 30.0
 LONGEST_PAUSE_S = 30.0  # before connecting to a bridge again
-MAX_REPLY_BYTES = 65_536
 TWIN_TICKS, TWIN_TOLERANCE = 240, 1e-4  # the game searches for the arc position to some thousandths of a unit
-BRIDGE_HINT = (
-    "Start the game's bridge (in the game's folder: npx tsx src/ai/run-bridge.ts) and check the URL, "
-    "or leave the bridge URL out to drive on the embedded engine."
-)
-
 
 logger = logging.getLogger(__name__)
-
-
-class BridgeError(RuntimeError):
-    """The bridge failed: no connection, a lost one, or a reply that is not what the protocol says."""
-
-
-class BridgeUrlError(BridgeError, ValueError):
-    """A malformed bridge URL."""
 
 
 def make_spaces() -> tuple[gym.spaces.Box, gym.spaces.Box]:
@@ -129,7 +95,7 @@ def load_config(config_path: str | Path | None = None) -> dict:
     Nothing is filled in: the game accepts a config with missing parts and then sends rewards that are not numbers.
     """
     if config_path is not None and not isinstance(config_path, (str, Path)):
-        raise ValueError(f"config_path is {_start_of(config_path)}; it must be the path of a JSON file")
+        raise ValueError(f"config_path is {start_of(config_path)}; it must be the path of a JSON file")
     path = Path(config_path or DEFAULT_CONFIG_PATH)
     if path == DEFAULT_CONFIG_PATH and not path.exists():  # installed with pip, which takes the modules only
         return copy.deepcopy(DEFAULT_CONFIG)
@@ -148,7 +114,7 @@ def load_config(config_path: str | Path | None = None) -> dict:
             if key == "stillnessSpeedThreshold":
                 wanted, fits = "a speed, 0 or more", fits and value >= 0
             if not fits:
-                found = f"config file {path}: {section}.{key} is {_start_of(value)}"
+                found = f"config file {path}: {section}.{key} is {start_of(value)}"
                 raise ValueError(f"{found}; it must be {wanted}, e.g. {defaults[key]}")
     return config
 
@@ -157,7 +123,7 @@ def _check_keys(found, expected: dict, source: str, prefix: str) -> None:
     keys = ", ".join(expected)
     if not isinstance(found, dict):
         what = f"{prefix[:-1]} is" if prefix else "it is"
-        raise ValueError(f"{source}: {what} {_start_of(found)}; it must be an object with the keys {keys}")
+        raise ValueError(f"{source}: {what} {start_of(found)}; it must be an object with the keys {keys}")
     for key in sorted(set(found) - set(expected)):
         near = difflib.get_close_matches(key, expected, n=1)
         hint = f"did you mean {prefix}{near[0]}?" if near else f"known keys: {keys}"
@@ -168,20 +134,14 @@ def _check_keys(found, expected: dict, source: str, prefix: str) -> None:
             raise ValueError(f"{source}: {prefix}{key} is missing; the game needs the config whole, e.g. {example}")
 
 
-def _start_of(value, length: int = 80) -> str:
-    """The beginning of anything, for a message."""
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= length else text[:length] + "..."
-
-
 def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
     """Actions as finite float64 of that shape, or a ValueError that names the value. The box is not enforced: the game clamps."""
     try:
         array = np.asarray(actions)
     except ValueError as error:
-        raise ValueError(f"action is ragged: {_start_of(actions)}; it must have shape {shape}") from error
+        raise ValueError(f"action is ragged: {start_of(actions)}; it must have shape {shape}") from error
     if array.dtype.kind not in "fiu":
-        found = f"action has dtype {array.dtype}: {_start_of(actions)}"
+        found = f"action has dtype {array.dtype}: {start_of(actions)}"
         raise ValueError(f"{found}; it must be numbers {list(ACTION_NAMES)}")
     if array.shape != shape:
         wanted = f"{shape}: {list(ACTION_NAMES)}" + (" per car" * (len(shape) > 1))
@@ -194,13 +154,13 @@ def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-# == 2  Embedded cars ==================================================================================================
+# == 2  Cars: on the embedded engine or on bridges =====================================================================
 
 
 class EmbeddedCars:
     """N cars on the embedded engine.
 
-    The interface both backends have, arrays over cars throughout:
+    The interface both backends have, this one and BridgeCars, arrays over cars throughout:
         reset(cars, seeds) -> observations (n, 14), info     cars: indices; seeds: one per car, or None to go on
         step(actions)      -> observations (N, 14), rewards, terminated, truncated, info
         close()            idempotent
@@ -231,282 +191,6 @@ class EmbeddedCars:
         pass
 
 
-# == 3  Bridge cars ====================================================================================================
-
-
-class _DeadlineSocket(socket.socket):
-    """A socket whose reads share one deadline and one allowance of bytes, so that a reply can neither drip in nor flood."""
-
-    deadline = math.inf
-    allowance = math.inf
-    buffer = b""  # what has arrived: one call of the system brings a whole reply, which is then read in small parts
-
-    def expect(self, seconds: float, allowance: float) -> None:
-        self.deadline, self.allowance = time.monotonic() + seconds, allowance
-
-    def recv(self, size: int, *flags) -> bytes:
-        if size > self.allowance:
-            raise _TooLong
-        if not self.buffer:
-            remaining = self.deadline - time.monotonic()
-            if remaining <= 0:
-                raise TimeoutError("timed out")
-            self.settimeout(remaining)
-            self.buffer = super().recv(65_536)
-        data, self.buffer = self.buffer[:size], self.buffer[size:]
-        self.allowance -= len(data)
-        return data
-
-
-class _TooLong(Exception):
-    pass
-
-
-def is_plain_step(reply: dict) -> bool:
-    """A quick look at all of a step's reply at once: whether it is certainly as it should be."""
-    try:
-        observation, info = reply["observation"], reply["info"]
-        floats = [*observation, reply["reward"], *[info[key] for key in INFO_KEYS[float]]]
-        counts = [info[key] for key in INFO_KEYS[int]]
-        flags = [reply["terminated"], reply["truncated"], *[info[key] for key in INFO_KEYS[bool]]]
-        return (
-            {*map(type, floats)} <= {float, int} and {*map(type, counts)} == {int} and {*map(type, flags)} == {bool}
-            and type(observation) is list and len(observation) == OBS_SIZE and math.isfinite(sum(floats))
-            and max(observation) <= 1 and min(observation) >= -1 and min(observation[:10]) >= 0 <= min(observation[12:])
-            and max(counts) < 2**53 and min(counts) > -(2**53)
-        )  # fmt: skip
-    except (KeyError, TypeError, OverflowError):
-        return False
-
-
-class BridgeConnection:
-    """One car in the real game. Requests go out with `send_*`, replies come in with `receive_*`, strictly in turn."""
-
-    def __init__(self, url: str, number: int = 0):
-        self.url, self.number, self.steps = url, number, 0
-        self.websocket: websocket.WebSocket | None = None
-        host, port = self._parse(url)
-        try:
-            plain = socket.create_connection((host, port), CONNECT_TIMEOUT_S)  # tries all addresses of the name
-            sock = _DeadlineSocket(fileno=plain.detach())
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.expect(CONNECT_TIMEOUT_S, MAX_REPLY_BYTES)
-            options = {"socket": sock, "redirect_limit": 0, "skip_utf8_validation": True}  # decoding a reply checks it
-            self.websocket = websocket.create_connection(url, timeout=CONNECT_TIMEOUT_S, **options)
-        except Exception as error:  # a dozen kinds for a dozen kinds of wrong server; the library has closed the socket
-            raise BridgeError(f"no game bridge at {url}: {self._connect_problem(error)}. {BRIDGE_HINT}") from error
-
-    @staticmethod
-    def _parse(url: str) -> tuple[str, int]:
-        try:
-            parts = urlsplit(url)
-            scheme, host, port = parts.scheme, parts.hostname, parts.port
-        except (ValueError, AttributeError, TypeError):
-            scheme, host, port = "", None, None
-        if scheme != "ws" or not host or port == 0:
-            raise BridgeUrlError(f"{url!r} is not a bridge URL; it must look like ws://localhost:9876. {BRIDGE_HINT}")
-        return host, port or 80
-
-    @staticmethod
-    def _connect_problem(error: Exception) -> str:
-        if isinstance(error, (TimeoutError, websocket.WebSocketTimeoutException)):
-            return f"no answer within {CONNECT_TIMEOUT_S:g} s"
-        if isinstance(error, ConnectionRefusedError):
-            return "nothing listens there (connection refused)"
-        if isinstance(error, OSError) and not isinstance(error, websocket.WebSocketException):
-            return f"the connection failed ({error.strerror or error})"
-        return f"what listens there is not a WebSocket server ({_start_of(str(error) or type(error).__name__)})"
-
-    # -- the wire ------------------------------------------------------------------------------------------------------
-
-    def _fail(self, problem: str, shown: bool = False) -> BridgeError:
-        """Close the connection and say what happened; nothing that arrives later could be matched to a request.
-
-        shown: show the reply's beginning.
-        """
-        self.close()
-        reply = f": {_start_of(self._data.decode(errors='replace'))}" if shown else ""
-        return BridgeError(f"bridge connection {self.number} ({self.url}), after {self.steps} steps: {problem}{reply}")
-
-    def _check_open(self) -> None:
-        if self.websocket is None:
-            name = f"bridge connection {self.number} ({self.url})"
-            raise BridgeError(f"{name} is closed; make a new environment to go on")
-
-    def _send(self, message: dict) -> None:
-        self._check_open()
-        try:
-            self.websocket.sock.settimeout(REPLY_TIMEOUT_S)
-            self.websocket.send(json.dumps(message, allow_nan=False, separators=(",", ":")))
-        except (OSError, websocket.WebSocketException) as error:
-            problem = f"the game is gone, a {message['type']} could not be sent ({error}). {BRIDGE_HINT}"
-            raise self._fail(problem) from error
-
-    def _receive(self, expected: str) -> dict:
-        """The next reply, checked to be a JSON object of the expected type."""
-        self._check_open()
-        try:
-            self.websocket.sock.expect(REPLY_TIMEOUT_S, MAX_REPLY_BYTES + 64)  # and some for frame headers and pings
-            opcode, data = self.websocket.recv_data()
-            if len(data) > MAX_REPLY_BYTES:
-                raise _TooLong
-        except _TooLong as error:
-            begin = b"".join(self.websocket.frame_buffer.recv_buffer)[:80].decode("utf-8", errors="replace")
-            raise self._fail(f"the reply is longer than {MAX_REPLY_BYTES:,} bytes: {_start_of(begin)}") from error
-        except (TimeoutError, websocket.WebSocketTimeoutException) as error:
-            problem = f"no reply within {REPLY_TIMEOUT_S:g} s; the game stalls or has stopped. {BRIDGE_HINT}"
-            raise self._fail(problem) from error
-        except (websocket.WebSocketProtocolException, websocket.WebSocketPayloadException, UnicodeError) as error:
-            raise self._fail(f"the reply is not a text frame of WebSocket ({_start_of(str(error))})") from error
-        except (OSError, websocket.WebSocketException, ValueError, AttributeError) as error:
-            problem = f"the connection was lost ({_start_of(str(error) or type(error).__name__)}). {BRIDGE_HINT}"
-            raise self._fail(problem) from error
-        if opcode == websocket.ABNF.OPCODE_CLOSE:
-            code = int.from_bytes(data[:2], "big") if len(data) >= 2 else "none"
-            raise self._fail(f"the server closed the connection (code {code}). {BRIDGE_HINT}")
-        if opcode != websocket.ABNF.OPCODE_TEXT:
-            raise self._fail(f"the reply is binary ({len(data)} bytes, {data[:20]!r}), it must be JSON text")
-        self._data = data
-        try:
-            reply = json.loads(data.decode())
-        except (ValueError, RecursionError) as error:
-            raise self._fail(f"the reply is not JSON ({_start_of(str(error))})", shown=True) from error
-        if not isinstance(reply, dict):
-            raise self._fail("the reply is not a JSON object", shown=True)
-        if reply.get("type") == "error":
-            raise self._fail(f"the game answered with an error: {_start_of(str(reply.get('message')), 300)}")
-        if reply.get("type") != expected:
-            what = f"the reply's type is {_start_of(reply.get('type'))!r}, expected {expected!r}"
-            raise self._fail(what, shown=True)
-        return reply
-
-    def _field(self, container: dict, key: str, kind: type, name: str):
-        """container[key] as a float, int or bool: a finite number is a number, 1 is not True, "1" is nothing."""
-        if key not in container:
-            raise self._fail(f"the reply lacks {name}", shown=True)
-        value = container[key]
-        if kind is bool:
-            if isinstance(value, bool):
-                return value
-        elif is_finite(value):
-            if kind is float:
-                return float(value)
-            if value == int(value) and abs(value) < 2**53:
-                return int(value)
-        wanted = {float: "a finite number", int: "a whole number", bool: "true or false"}[kind]
-        raise self._fail(f"{name} is {_start_of(json.dumps(value))}, it must be {wanted}", shown=True)
-
-    def _observation(self, reply: dict) -> list[float]:
-        values = reply.get("observation")
-        if not isinstance(values, list) or len(values) != OBS_SIZE:
-            what = f"has {len(values)} elements" if isinstance(values, list) else f"is {_start_of(json.dumps(values))}"
-            raise self._fail(f"observation {what}, it must be a list of {OBS_SIZE} numbers", shown=True)
-        values = [self._field(dict(enumerate(values)), i, float, f"observation[{i}]") for i in range(OBS_SIZE)]
-        for i, (value, low, high) in enumerate(zip(values, OBS_LOW.tolist(), OBS_HIGH.tolist(), strict=True)):
-            if not low - 1e-6 <= value <= high + 1e-6:
-                what = f"observation[{i}] ({OBS_NAMES[i]}) is {value:g}, it must be in [{low:g}, {high:g}]"
-                raise self._fail(what, shown=True)
-        return np.clip(values, OBS_LOW, OBS_HIGH).tolist()
-
-    def _info(self, reply: dict, kinds: dict[str, type]) -> dict:
-        info = reply.get("info")
-        if not isinstance(info, dict):
-            raise self._fail(f"info is {_start_of(json.dumps(info))}, it must be an object", shown=True)
-        return {key: self._field(info, key, kind, f"info.{key}") for key, kind in kinds.items()}
-
-    # -- the protocol --------------------------------------------------------------------------------------------------
-
-    def send_reset(self, track_id: str, config: dict) -> None:
-        self._send({"type": "reset", "trackId": track_id, "config": config})
-
-    def receive_reset(self):
-        reply = self._receive("reset_result")
-        return self._observation(reply), self._info(reply, dict.fromkeys(RESET_INFO, int))
-
-    def send_step(self, action: np.ndarray) -> None:
-        self._send({"type": "step", "action": action.tolist()})
-
-    def receive_step(self):
-        reply = self._receive("step_result")
-        if is_plain_step(reply):
-            step = tuple(reply[key] for key in ("observation", "reward", "terminated", "truncated", "info"))
-        else:  # field by field: this finds out what is wrong
-            observation, reward = self._observation(reply), self._field(reply, "reward", float, "reward")
-            ends = [self._field(reply, key, bool, key) for key in ("terminated", "truncated")]
-            step = observation, reward, *ends, self._info(reply, STEP_INFO)
-        self.steps += 1
-        return step
-
-    def close(self) -> None:
-        """Say goodbye if that is possible at once, and close. Idempotent; never waits for the other side."""
-        connection, self.websocket = self.websocket, None
-        if connection is None or connection.sock is None:
-            return
-        with contextlib.suppress(OSError, websocket.WebSocketException, ValueError):
-            connection.sock.settimeout(0.2)
-            connection.send_close()
-        connection.shutdown()
-
-
-class BridgeCars:
-    """N cars in the real game, one connection each, spread over the URLs. All requests go out before the first reply is read.
-
-    An error closes all connections, since replies may be outstanding on the others, and says which one failed.
-    """
-
-    def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, urls: Sequence[str], first_car: int = 0):
-        self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
-        self.config, self._last_step = config, None
-        self.connections: list[BridgeConnection] = []
-        with self._closing_on_error():
-            for i in range(num_cars):
-                self.connections.append(BridgeConnection(urls[i % len(urls)], i))
-
-    def reset(self, cars: np.ndarray, seeds: Sequence[int] | None = None):
-        chosen = [self.connections[i] for i in cars]  # the real game has one start and no seeds
-        with self._closing_on_error():
-            for i, connection in zip(cars, chosen, strict=True):
-                connection.send_reset(self.track_ids[i], self.config)
-            observations, infos = zip(*(connection.receive_reset() for connection in chosen), strict=True)
-        info = {key: np.array([i[key] for i in infos], np.int64) for key in RESET_INFO}
-        return np.array(observations, np.float32), info
-
-    def step(self, actions: np.ndarray):
-        with self._closing_on_error():
-            for connection, action in zip(self.connections, actions, strict=True):
-                connection.send_step(action)
-            results = [connection.receive_step() for connection in self.connections]
-        observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        kinds = {**STEP_INFO, **dict.fromkeys(INFO_KEYS[int], np.int64)}  # int has 32 bits on Windows with NumPy 1
-        info = {key: np.array([i[key] for i in infos], kind) for key, kind in kinds.items()}
-        observations = np.array(observations, np.float32)
-        self._last_step = observations, info["offTrack"]
-        return observations, np.array(rewards, float), np.array(terminated), np.array(truncated), info
-
-    @property
-    def off_road(self) -> np.ndarray:
-        observations, penalties = self._last_step
-        off_road = penalties != 0  # all that can be told on a track that only the real game knows
-        for i, track_id in enumerate(self.track_ids):
-            if track_id in TRACKS:
-                track = load_track(track_id)
-                half_width = track.half_width(observations[i, 12] * track.length)
-                off_road[i] = observations[i, 13] * CENTRELINE_RANGE > half_width
-        return off_road
-
-    @contextlib.contextmanager
-    def _closing_on_error(self):
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        for connection in self.connections:
-            connection.close()
-
-
 def retry_pause_s(failures: int) -> float:
     """How long to wait before connecting again, after so many failures in a row."""
     return min(2.0**failures, LONGEST_PAUSE_S)
@@ -516,7 +200,7 @@ def as_names(value, argument: str, hint: str) -> list[str]:
     """One name or a list of names -> a list of names."""
     names = [value] if isinstance(value, (str, Path)) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, (str, Path)) for name in names):
-        raise ValueError(f"{argument} is {_start_of(value)}; it must be a text, or a list of at least one. {hint}")
+        raise ValueError(f"{argument} is {start_of(value)}; it must be a text, or a list of at least one. {hint}")
     return [str(name) for name in names]
 
 
@@ -566,7 +250,7 @@ class Patience:
         return self.waiting >= self.limit
 
 
-# == 4  RacerEnv =======================================================================================================
+# == 3  RacerEnv =======================================================================================================
 
 
 class RacerEnv(gym.Env):
@@ -649,7 +333,7 @@ class RacerEnv(gym.Env):
         self._state = "new"  # -> "running" <-> "ended", -> "closed"
         for argument, value in (("track_id", track_id), ("bridge_url", bridge_url)):
             if isinstance(value, (list, tuple)):
-                found = f"{argument} is a list: {_start_of(value)}"
+                found = f"{argument} is a list: {start_of(value)}"
                 raise ValueError(f"{found}; one car takes one, RacerVectorEnv takes several")
         self.config = load_config(config_path)
         self._patience = Patience(1, patience)
@@ -739,7 +423,7 @@ def difference_from_twin(track_id: str, config_path, bridge_url: str) -> str | N
     return None
 
 
-# == 5  RacerVectorEnv =================================================================================================
+# == 4  RacerVectorEnv =================================================================================================
 
 
 class RacerVectorEnv(gym.vector.VectorEnv):
@@ -878,7 +562,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         fits = isinstance(seed, Sequence) and len(seed) == self.num_envs
         if not fits or any(s is not None and (not isinstance(s, int) or s < 0) for s in seed):
             needed = f"0 or more, or a list of {self.num_envs}, None for any"
-            raise ValueError(f"seed is {_start_of(seed)}; it must be {needed}")
+            raise ValueError(f"seed is {start_of(seed)}; it must be {needed}")
         anew = self._state == "new"
         fresh = np.random.SeedSequence().generate_state(self.num_envs) if anew else [None] * self.num_envs
         return [other if s is None else s for s, other in zip(seed, fresh, strict=True)]
@@ -1022,7 +706,7 @@ def make_camera(cars, config: dict):
     return Camera(cars.sim, is_twin=False)
 
 
-# == 6  RewardScaler ===================================================================================================
+# == 5  RewardScaler ===================================================================================================
 
 
 class RewardScaler:

@@ -84,7 +84,10 @@ NUM_RAYS = len(RAY_ANGLES)
 RAY_RANGE = 200.0
 MAX_YAW_RATE = 5.0
 CENTRELINE_RANGE = 80.0
-OBS_SIZE = NUM_RAYS + 5
+OBS_NAMES = (*(f"ray{i}" for i in range(NUM_RAYS)), "speed", "yawRate", "steer", "arc", "centreline")
+OBS_LOW = np.array([0.0] * NUM_RAYS + [0.0, -1.0, -1.0, 0.0, 0.0], dtype=np.float32)
+OBS_HIGH = np.ones(len(OBS_NAMES), dtype=np.float32)
+OBS_SIZE = len(OBS_NAMES)
 REWARD_PARTS = ("progress", "speed", "wall", "offTrack", "backward", "stillness")
 
 DEFAULT_CONFIG = {

@@ -25,8 +25,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from bench_racer import hand_written, trained  # noqa: E402
-from callbacks_lite import BEST_REWARD, evaluate, fastest_lap, read_csv  # noqa: E402
+from callbacks_lite import read_csv  # noqa: E402
 from racer_env import RacerVectorEnv  # noqa: E402
+from racer_laps import BEST_REWARD, evaluate, fastest_lap  # noqa: E402
 from racer_view import draw_lap  # noqa: E402
 
 RUNS = HERE / "runs"

@@ -10,16 +10,9 @@ import pytest
 from conftest import args_of
 
 import ppo_racer
-from callbacks_lite import (
-    BEST_LAP_TICKS,
-    BEST_REWARD,
-    Episode,
-    describe,
-    eval_metrics,
-    evaluate_driver,
-    summarize,
-)
+from callbacks_lite import evaluate_driver
 from racer_env import DEFAULT_CONFIG_PATH, load_config
+from racer_laps import BEST_LAP_TICKS, BEST_REWARD, Episode, describe, eval_metrics, summarize
 from racer_sim import TRACKS, RacerSim
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -146,8 +146,8 @@ def test_every_requirement_has_both_bounds_and_a_reason():
 def test_what_pip_installs_is_what_the_requirements_name_and_every_module():
     project = (ROOT / "pyproject.toml").read_text()
     to_run = (ROOT / "requirements.txt").read_text().split("# -- to test")[0]
-    assert re.findall(r'^    "(\S+)",$', project, re.M) == re.findall(r"^(\w\S+)", to_run, re.M)
-    modules = re.search(r"py-modules = \[(.*)\]", project)[1]
+    assert re.findall(r'^    "(\S+>=\S+)",$', project, re.M) == re.findall(r"^(\w\S+)", to_run, re.M)
+    modules = re.search(r"py-modules = \[(.*?)\]", project, re.S)[1]
     assert sorted(re.findall(r'"(\w+)"', modules)) == sorted(path.stem for path in ROOT.glob("*.py"))
 
 

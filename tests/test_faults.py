@@ -18,10 +18,13 @@ from conftest import MODULES, TINY, TINY_BRIDGE, Server, both, one_in_short, res
 from fuzz_server import expected, replies
 
 import ppo_racer
+import racer_bridge
 import racer_env
 import sac_racer
-from callbacks_lite import Clock, RaceStats, Run, evaluate, read_csv
-from racer_env import BridgeError, RacerVectorEnv
+from callbacks_lite import Clock, Run, read_csv
+from racer_bridge import BridgeConnection, BridgeError
+from racer_env import RacerVectorEnv
+from racer_laps import RaceStats, evaluate
 
 SMALL = {"eval_every": 4096, "checkpoint_every": 1024, "start": "anywhere", "run_name": "run"}
 BRIDGE = {"checkpoint_every": 200, "run_name": "run", "total_timesteps": 2000}
@@ -121,7 +124,7 @@ def test_a_folder_that_goes_away_in_the_middle_of_a_run_stops_nothing(start, tmp
 def test_a_bridge_fault_saves_and_exits_with_3(start, bridge, tmp_path, name, fault):
     script = tmp_path / "impatient.py"
     script.write_text(
-        f"import sys, racer_env, {name}_racer as t\nracer_env.REPLY_TIMEOUT_S = 3.0\nsys.exit(t.main())\n"
+        f"import sys, racer_bridge, {name}_racer as t\nracer_bridge.REPLY_TIMEOUT_S = 3.0\nsys.exit(t.main())\n"
     )
     url = bridge("--fault", fault, "--after", "250").url
     process = start(name, script=script, **on_bridge(name, tmp_path, bridge_url=url))
@@ -260,11 +263,11 @@ def test_what_sac_learns_from_a_fault_is_a_choice_that_was_cut_short(no_pauses):
 @pytest.mark.parametrize("count", [1500, pytest.param(8_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_malformed_replies_are_always_an_error_and_no_wrong_number_is_accepted(count, monkeypatch, bridge):
     """The server answers the n-th connection's step with the n-th malformed reply, which this test makes too."""
-    monkeypatch.setattr(racer_env, "REPLY_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(racer_bridge, "REPLY_TIMEOUT_S", 20.0)
     server = bridge(str(count), script="fuzz_server.py")
     accepted = refused = 0
     for data, closes in replies(seed=count, count=count):
-        connection = racer_env.BridgeConnection(server.url)
+        connection = BridgeConnection(server.url)
         connection.send_step(np.array([0.0, 1.0, 0.0]))
         wanted = expected(data) if closes is None else None
         try:

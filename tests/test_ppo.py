@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, short_episodes
 
 import ppo_racer
-from callbacks_lite import Clock, evaluate, load_checkpoint, read_csv
+from callbacks_lite import Clock, load_checkpoint, read_csv
 from ppo_racer import (
     Agent,
     Args,
@@ -28,6 +28,7 @@ from ppo_racer import (
     update,
 )
 from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE, RacerVectorEnv, RewardScaler
+from racer_laps import evaluate
 
 CONFIG = (Path(__file__).parent.parent / "ai-config.json").read_text()
 

@@ -1,0 +1,261 @@
+"""Laps and episodes against hand-made infos and real ones; what an evaluation says of a driver."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import drive, short_episodes
+
+from callbacks_lite import MetricsLogger
+from racer_env import RacerVectorEnv
+from racer_laps import (
+    Episode,
+    RaceStats,
+    describe,
+    describe_all,
+    eval_metrics,
+    evaluate,
+    fastest_lap,
+    full_throttle,
+    hand_written_rewards,
+    summarize,
+)
+from racer_sim import REWARD_PARTS, TICKS_PER_SECOND, RacerSim, load_track
+
+# -- laps and episodes -------------------------------------------------------------------------------------------------
+
+
+def make_infos(lap, checkpoint, count, ended=None, final=None, returns=None, cut=None, progress=0.001):
+    n = len(lap)
+    infos = {"lap": np.array(lap), "checkpoint": np.array(checkpoint), "stepCount": np.array(count)}
+    infos |= {part: np.full(n, progress if part == "progress" else 0.0) for part in REWARD_PARTS}
+    if ended is not None:
+        mask = np.array(ended)
+        infos["_final_info"] = mask
+        infos["final_info"] = {key: np.where(mask, value, 0) for key, value in final.items()}
+        infos["final_info"] |= {part: np.where(mask, 0.5 if part == "wall" else 0.0, 0.0) for part in REWARD_PARTS}
+        for part in REWARD_PARTS:
+            infos[part] = np.where(mask, 0.0, infos[part])
+        infos["episode"] = {"r": np.array(returns), "l": np.where(mask, final["stepCount"], 0), "t": np.zeros(n)}
+        if cut is not None:
+            infos["episode"]["cut"] = np.array(cut)
+    return infos
+
+
+def logged(stats, tmp_path, *others):
+    """What a rollout of these cars, and of those of other processes, writes."""
+    logger = MetricsLogger(tmp_path, tensorboard=False)
+    stats.log(logger, [each.take() for each in (stats, *others)])
+    return logger.dump(0)
+
+
+def test_a_lap_finished_in_the_last_tick_counts_and_the_next_episode_starts_afresh(tmp_path):
+    stats = RaceStats(2, max_steps=3000)
+    stats.step(make_infos([1, 1], [29, 5], [499, 499]))
+    final = {"lap": np.array([2, 0]), "checkpoint": np.array([0, 0]), "stepCount": np.array([500, 0])}
+    stats.step(make_infos([1, 1], [0, 6], [0, 500], ended=[True, False], final=final, returns=[3.0, 0.0]))
+    stats.step(make_infos([1, 1], [29, 7], [300, 800]))
+    stats.step(make_infos([2, 1], [0, 7], [310, 810]))
+    values = logged(stats, tmp_path)
+    assert values["racer/mean_lap_time_sec"] == pytest.approx((500 + 310) / 2 / TICKS_PER_SECOND)
+    assert values["racer/completion_rate"] == 1.0 and values["racer/episodes_this_rollout"] == 1
+
+
+def test_what_did_not_happen_is_not_logged_and_accumulators_clear(tmp_path):
+    stats = RaceStats(1, max_steps=3000)
+    stats.step(make_infos([1], [0], [1], progress=0.25))
+    values = logged(stats, tmp_path)
+    assert set(values) == {f"reward/{part}" for part in REWARD_PARTS}
+    assert values["reward/progress"] == 0.25
+    stats.step(make_infos([1], [0], [2], progress=0.75))
+    assert logged(stats, tmp_path)["reward/progress"] == 0.75
+
+
+def test_reward_parts_count_the_last_tick_of_an_episode_too(tmp_path):
+    stats = RaceStats(2, max_steps=3000)
+    final = {"lap": np.array([1, 0]), "checkpoint": np.array([3, 0]), "stepCount": np.array([9, 0])}
+    stats.step(make_infos([1, 1], [0, 3], [0, 9], ended=[True, False], final=final, returns=[1.0, 0.0]))
+    assert logged(stats, tmp_path)["reward/wall"] == pytest.approx(0.5 / 2)
+
+
+def test_a_cut_episode_and_an_early_end_each_stand_for_themselves(tmp_path):
+    stats = RaceStats(2, max_steps=3000)
+    final = {"lap": np.array([1, 1]), "checkpoint": np.array([3, 3]), "stepCount": np.array([180, 100])}
+    stats.step(make_infos([1, 1], [0, 0], [0, 0], [True, True], final, returns=[-0.5, 0.2], cut=[False, True]))
+    values = logged(stats, tmp_path)
+    assert values["rollout/ep_rew_mean"] == pytest.approx((-0.5 + 0.002 * 3000) / 2)
+    assert values["rollout/ep_len_mean"] == pytest.approx((180 + 3000) / 2)
+
+
+@pytest.mark.parametrize(("ticks", "expected"), [(1000, None), (1600, 0.5)])
+def test_cut_episodes_count_for_completion_by_their_length_not_by_their_luck(tmp_path, ticks, expected):
+    stats = RaceStats(10, max_steps=3000)
+    half = [True] * 5 + [False] * 5
+    stats.step(make_infos([1] * 10, [29] * 10, [500] * 10))
+    stats.step(make_infos(np.where(half, 2, 1), np.where(half, 0, 29), [501] * 10))
+    final = {key: np.full(10, value) for key, value in (("lap", 2), ("checkpoint", 3), ("stepCount", ticks))}
+    stats.step(make_infos([1] * 10, [0] * 10, [0] * 10, [True] * 10, final, returns=[1.0] * 10, cut=[True] * 10))
+    assert logged(stats, tmp_path).get("racer/completion_rate") == expected
+
+
+def test_whole_episodes_give_the_plain_means_of_the_last_hundred(tmp_path):
+    stats = RaceStats(1, max_steps=1000)
+    for i in range(150):
+        final = {"lap": np.array([1]), "checkpoint": np.array([3]), "stepCount": np.array([10 + i])}
+        stats.step(make_infos([1], [0], [0], [True], final, returns=[float(i)]))
+    values = logged(stats, tmp_path)
+    assert values["rollout/ep_rew_mean"] == pytest.approx(np.mean(range(50, 150)))
+    assert values["rollout/ep_len_mean"] == pytest.approx(10 + np.mean(range(50, 150)))
+    assert values["racer/completion_rate"] == 0.0
+
+
+@pytest.mark.parametrize("start", ["grid", "anywhere"])
+def test_real_laps_are_timed_as_the_engine_times_them(start, tmp_path):
+    """Six cars on two tracks, short episodes: every lap the engine counts is timed, and nothing else is."""
+    config = short_episodes(tmp_path, 1300)
+    envs = RacerVectorEnv(6, ["track-01", "track-02"], config, start=start, stagger=True)
+    stats = RaceStats(6, 1300)
+    observations, infos = envs.reset(seed=3)
+    stats.begin(infos)
+    sim, engine_laps = envs._cars.sim, []
+    counted = sim.cross_gates
+
+    def cross_gates(*arguments):
+        before = sim.lap
+        counted(*arguments)
+        engine_laps.extend((sim.lap_ticks[sim.lap > before] / TICKS_PER_SECOND).tolist())
+
+    sim.cross_gates = cross_gates
+    for _ in range(2800):
+        observations, *_, infos = envs.step(drive(observations))
+        stats.step(infos)
+    assert len(engine_laps) > 8
+    rollout = stats.take()
+    assert rollout["lap_times_sec"] == engine_laps
+    assert len(rollout["episodes"]) >= 12
+
+
+def test_stats_state_continues(tmp_path):
+    def feed(stats, ticks):
+        for t in ticks:
+            stats.step(make_infos([1 + t // 100] * 2, [0 if t % 100 == 0 else 29] * 2, [t, t]))
+
+    whole, first, second = (RaceStats(2, 3000) for _ in range(3))
+    feed(whole, range(1, 150)), logged(whole, tmp_path), feed(whole, range(150, 260))
+    feed(first, range(1, 150)), logged(first, tmp_path)
+    second.set_state(first.get_state())
+    assert second.best_lap_sec == first.best_lap_sec == 100 / TICKS_PER_SECOND
+    feed(second, range(150, 260))
+    assert logged(second, tmp_path) == logged(whole, tmp_path)
+
+
+def test_what_happened_in_another_process_counts_as_ones_own(tmp_path):
+    """Four cars in one process, or two each in two: the same is logged."""
+
+    def feed(stats, cars):
+        n = len(cars)
+        stats.step(make_infos([1] * n, [29] * n, [400 + c for c in cars]))
+        stats.step(make_infos([2] * n, [0] * n, [480 + 2 * c for c in cars], progress=0.5))
+        final = {key: np.array([value] * n) for key, value in (("lap", 2), ("checkpoint", 3), ("stepCount", 500))}
+        returns = list(map(float, cars))
+        stats.step(make_infos([1] * n, [0] * n, [0] * n, [True] * n, final, returns=returns))
+
+    whole, first, second = RaceStats(4, 3000), RaceStats(2, 3000), RaceStats(2, 3000)
+    feed(whole, [0, 1, 2, 3]), feed(first, [0, 1]), feed(second, [2, 3])
+    assert logged(first, tmp_path / "b", second) == pytest.approx(logged(whole, tmp_path / "a"))
+    assert first.best_lap_sec == whole.best_lap_sec == 8.0
+    assert not second.take()["episodes"], "told once"
+
+
+def test_cars_that_were_put_back_are_counted_and_stand_for_themselves(tmp_path):
+    stats = RaceStats(2, 3000, patience=90)
+    stats.step(make_infos([1, 1], [5, 5], [499, 499]))
+    assert logged(stats, tmp_path)["racer/put_back"] == 0
+    final = {"lap": np.array([1, 0]), "checkpoint": np.array([3, 0]), "stepCount": np.array([500, 0])}
+    infos = make_infos([1, 1], [0, 6], [0, 500], ended=[True, False], final=final, returns=[1.0, 0.0])
+    infos["episode"]["put_back"] = np.array([True, False])
+    stats.step(infos)
+    values = logged(stats, tmp_path)
+    assert (
+        values["racer/put_back"] == 1 and values["rollout/ep_len_mean"] == 500 and values["racer/completion_rate"] == 0
+    )
+
+
+def test_an_episode_of_no_ticks_is_none(tmp_path):
+    """A bridge can fail before the first one."""
+    stats = RaceStats(1, 3000)
+    final = {"lap": np.array([1]), "checkpoint": np.array([0]), "stepCount": np.array([0])}
+    stats.step(make_infos([1], [0], [0], [True], final, returns=[0.0], cut=[True]))
+    assert "rollout/ep_rew_mean" not in logged(stats, tmp_path)
+
+
+# -- lap evaluation -----------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_times_laps_as_the_engine_does():
+    tracks, given = ["track-01", "track-02"], []
+    envs = RacerVectorEnv(2, tracks)
+    episodes = evaluate(lambda obs: (given.append(drive(obs)), given[-1])[1], envs, tracks)
+    assert [len(e.rewards) for e in episodes] == [3000, 3000] and len(given) == 3000
+    engine, laps = RacerSim(2, tracks), [[], []]
+    for actions in given:
+        before = engine.lap
+        engine.step(actions)
+        for i in np.flatnonzero(engine.lap > before):
+            laps[i].append(int(engine.lap_ticks[i]))
+    assert [[lap.ticks for lap in e.laps] for e in episodes] == laps and len(laps[0]) >= 3
+    assert [lap.flying for lap in episodes[0].laps] == [False, *[True] * (len(laps[0]) - 1)]
+
+
+def test_an_evaluation_that_stops_when_the_driver_repeats_itself_says_what_the_whole_episode_says():
+    envs, ticks, episodes = RacerVectorEnv(1, render_mode="rgb_array"), [], []
+    for whole in (True, False):
+        given = []
+        episodes += evaluate(lambda obs, given=given: (given.append(1), drive(obs))[1], envs, ["track-01"], whole=whole)
+        ticks.append(len(given))
+    a, b = episodes
+    assert ticks[0] == len(a.rewards) == len(a.off_road) == len(b.rewards) == len(b.off_road) == 3000 > ticks[1] + 500
+    assert sum(b.rewards) == pytest.approx(sum(a.rewards), abs=0.004), "a tick more or less on the last lap"
+    assert abs(sum(a.off_road) - sum(b.off_road)) <= 10 and len(b.laps) == len(a.laps) >= 4
+    for x, y in zip(a.laps, b.laps, strict=True):
+        assert abs(x.ticks - y.ticks) <= 1 and abs(x.end - y.end) <= 5 and x.flying == y.flying
+    assert len(fastest_lap(b)["places"]) == min(lap.ticks for lap in b.laps) + 1, "it was driven"
+
+
+def test_many_tracks_are_a_line_each_and_a_summary_with_the_share_of_the_hand_written_driver_s_reward(capsys):
+    tracks = [f"random-{number}" for number in range(1, 9)]
+    rewards = hand_written_rewards(tracks, None)
+    episodes = evaluate(lambda obs: full_throttle(obs, 0.5), RacerVectorEnv(8, tracks), tracks, whole=False)
+    results = [summarize([e], RacerVectorEnv(1).config, rewards[e.track]) for e in episodes]
+    shares = [100 * sum(e.rewards) / rewards[e.track] for e in episodes]
+    np.testing.assert_allclose([r["percent_of_hand_written"] for r in results], shares)
+    worst = int(np.argmin(shares))
+    assert f"{shares[worst]:.1f} % of the hand-written driver's" in describe(results[worst])
+    summary = f"{np.mean(shares):.1f} % of the hand-written driver's (worst {shares[worst]:.1f} % on {tracks[worst]})"
+    assert summary in describe_all(results) and "8 tracks: 8 episodes" in describe_all(results)
+    metrics = eval_metrics(results)
+    assert metrics["eval/percent_of_hand_written"] == pytest.approx(np.mean(shares)) and len(metrics) <= 15
+    assert "eval/random-1/mean_reward" in eval_metrics(results[:2])
+
+
+def test_a_driver_that_does_not_repeat_itself_is_driven_to_the_end():
+    envs, given = RacerVectorEnv(1), []
+
+    def ever_faster(obs):
+        given.append(drive(obs))
+        given[-1][:, 1] = obs[:, 9] * 160 < 50 + len(given) / 60
+        return given[-1]
+
+    (episode,) = evaluate(ever_faster, envs, ["track-01"], whole=False)
+    assert len(given) == len(episode.rewards) == 3000 and len({lap.ticks for lap in episode.laps}) > 2
+
+
+def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
+    envs = RacerVectorEnv(1, render_mode="rgb_array")
+    (episode,) = evaluate(drive, envs, ["track-01"])
+    lap = fastest_lap(episode)
+    assert lap["track_id"] == "track-01" and len(lap["places"]) == min(lap.ticks for lap in episode.laps) + 1
+    track = load_track("track-01")
+    ends = lap["places"][[0, -1], :2] - track.position(0.0)
+    assert (np.abs(ends @ track.tangent(0.0)) < 5).all() and (np.hypot(*ends.T) < 60).all(), "from line to line"
+    assert fastest_lap(Episode("track-01")) is None
