@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import ppo_racer
 import sac_racer
 from bench_racer import drive  # noqa: F401  the tests take it from here
 from callbacks_lite import load_checkpoint, read_args
+from racer_sim import DEFAULT_CONFIG
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -69,11 +71,37 @@ def steps_of(name: str, path: Path) -> int:
     return load(name, path)["run"]["steps"]
 
 
-def short_episodes(folder: Path, ticks: int) -> Path:
+def make_config(**changes) -> dict:
+    """The default config with other values of some keys."""
+    return {
+        section: {key: changes.get(key, value) for key, value in defaults.items()}
+        for section, defaults in DEFAULT_CONFIG.items()
+    }
+
+
+def short_episodes(folder: Path, ticks: int, **changes) -> Path:
     """A config file for shorter episodes, and so for shorter evaluations."""
     path = folder / f"short-{ticks}.json"
-    path.write_text((ROOT / "ai-config.json").read_text().replace("3000", str(ticks)))
+    path.write_text(json.dumps(make_config(maxSteps=ticks, **changes)))
     return path
+
+
+def assert_same(a, b, path="it"):
+    """Equal to the last bit, of the same kind, with the same keys: dicts, lists, arrays, tensors, numbers."""
+    assert type(a) is type(b), (path, a, b)
+    if isinstance(a, dict):
+        assert set(a) == set(b), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)) or (isinstance(a, np.ndarray) and a.dtype.kind == "O"):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}[{i}]")
+    elif hasattr(a, "dtype"):
+        assert a.dtype == b.dtype, (path, a.dtype, b.dtype)
+        np.testing.assert_array_equal(a, b, err_msg=path)
+    else:
+        assert a == b or (a != a and b != b), (path, a, b)
 
 
 class Server:

@@ -106,9 +106,9 @@ def test_every_track_is_for_itself_and_the_sums_do_not_gain_by_a_failure():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_driver_laps_from_anywhere_on_every_track_and_on_two_it_has_never_seen(tmp_path, capsys):
-    """The three-track default, half as long: 100 random starts a track, and no more than one in a hundred without its laps."""
+    """The three-track default, a quarter as long: 100 random starts a track, and no more than one in a hundred without its laps."""
     tracks = ("--track-id", *TRACKS)
-    args = args_of("ppo", *tracks, total_timesteps=4_000_000, run_dir=tmp_path, run_name="run", tensorboard=False)
+    args = args_of("ppo", *tracks, total_timesteps=2_000_000, run_dir=tmp_path, run_name="run", tensorboard=False)
     ppo_racer.train(args)
 
     def drive_from(*words, **settings):
@@ -125,4 +125,4 @@ def test_one_driver_laps_from_anywhere_on_every_track_and_on_two_it_has_never_se
         assert result["completion_rate"] >= 0.99 and result["laps"] > result["episodes"], result
     assert "3 tracks: 300 episodes, " in capsys.readouterr().out
     for result in drive_from(episodes=1):
-        assert result["percent_of_best"] > 90, result
+        assert result["percent_of_best_reward"] > 90, result

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from bridge_server import BAD_REPLIES, RAW_FRAMES
-from conftest import drive
+from conftest import drive, short_episodes
 from gymnasium.utils.env_checker import check_env
 
 import racer_bridge
@@ -58,8 +58,7 @@ def test_check_env_passes_without_warnings_on_the_bridge(good_bridge):
 
 
 def test_many_cars_on_two_bridges_equal_the_embedded_ones(good_bridge, bridge, tmp_path):
-    path = tmp_path / "short.json"
-    path.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text().replace("3000", "40").replace("180", "25"))
+    path = short_episodes(tmp_path, 40, stillnessTimeoutTicks=25)
     urls, tracks = [good_bridge.url, bridge().url], ["track-01", "track-03", "track-02"]
     mine = RacerVectorEnv(5, tracks, path, bridge_url=urls, episode_statistics=False)
     embedded = RacerVectorEnv(5, tracks, path, episode_statistics=False)
@@ -86,8 +85,7 @@ def test_all_requests_are_sent_before_the_first_reply_is_read(bridge, short_time
 
 
 def test_the_config_goes_with_every_reset_and_acts(good_bridge, tmp_path):
-    path = tmp_path / "bonus.json"
-    path.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text().replace('"speedBonus": 0.0', '"speedBonus": 1.5'))
+    path = short_episodes(tmp_path, 3000, speedBonus=1.5)
     env = RacerEnv(bridge_url=good_bridge.url, config_path=path)
     for _ in range(2):
         env.reset()
@@ -277,8 +275,7 @@ def no_pauses(monkeypatch):
 
 
 def test_with_retries_a_fault_ends_all_episodes_as_truncated_where_they_truly_were(bridge, tmp_path, no_pauses, caplog):
-    config = tmp_path / "config.json"
-    config.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text())
+    config = short_episodes(tmp_path, 3000)
     server = bridge("--fault", "cut", "--after", "5")
     envs = RacerVectorEnv(2, config_path=config, bridge_url=server.url, retries=2)
     first, _ = envs.reset(seed=1)
@@ -306,8 +303,7 @@ def test_with_retries_a_fault_ends_all_episodes_as_truncated_where_they_truly_we
 
 def test_a_fault_between_two_episodes_keeps_the_step_that_was_driven(good_bridge, tmp_path, no_pauses, monkeypatch):
     """One car's episode ends, and the bridge dies before the next one begins: the other car is cut off after this step."""
-    short = tmp_path / "short.json"
-    short.write_text(racer_env.DEFAULT_CONFIG_PATH.read_text().replace("3000", "8"))
+    short = short_episodes(tmp_path, 8)
     envs, twin = (
         RacerVectorEnv(2, config_path=short, bridge_url=url, retries=1, stagger=True) for url in (good_bridge.url, None)
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import warnings
@@ -10,6 +9,7 @@ import warnings
 import gymnasium as gym
 import numpy as np
 import pytest
+from conftest import assert_same, make_config, short_episodes
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -26,16 +26,13 @@ from racer_env import (
 from racer_sim import DEFAULT_CONFIG, OBS_SIZE
 
 COAST = np.zeros(3, np.float32)
+WEIGHTS = DEFAULT_CONFIG["weights"]
 
 
 @pytest.fixture
 def short(tmp_path):
     """A config whose episodes end soon, in both ways."""
-    config = copy.deepcopy(DEFAULT_CONFIG)
-    config["episode"] = {"maxSteps": 40, "stillnessTimeoutTicks": 25}
-    path = tmp_path / "short.json"
-    path.write_text(json.dumps(config))
-    return path
+    return short_episodes(tmp_path, 40, stillnessTimeoutTicks=25)
 
 
 # -- one car -----------------------------------------------------------------------------------------------------------
@@ -160,37 +157,32 @@ def test_the_shipped_config_is_the_game_s_default():
     assert json.loads(DEFAULT_CONFIG_PATH.read_text()) == DEFAULT_CONFIG
 
 
-def changed(section, key, value, remove=None):
-    config = copy.deepcopy(DEFAULT_CONFIG)
-    config[section][key] = value
-    if remove:
-        del config[section][remove]
-    return config
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ("{not json", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ([1], "it must be an object with the keys weights, episode"),
-        ({"weights": DEFAULT_CONFIG["weights"]}, "episode is missing"),
+        ({"weights": WEIGHTS}, "episode is missing"),
         ({**DEFAULT_CONFIG, "wieghts": {}}, "unknown key wieghts; did you mean weights?"),
         ({**DEFAULT_CONFIG, "episode": 3}, "episode is 3; it must be an object"),
-        (changed("weights", "progres", 1.0), "unknown key weights.progres; did you mean weights.progress?"),
-        (changed("weights", "qqq", 1.0), "unknown key weights.qqq; known keys: progress"),
-        (changed("weights", "progress", 1.0, remove="wallPenalty"), "weights.wallPenalty is missing"),
-        (changed("weights", "progress", float("nan")), "weights.progress is nan; it must be a finite number"),
-        (changed("weights", "progress", float("inf")), "weights.progress is inf"),
-        (changed("weights", "progress", "1"), "weights.progress is 1; it must be a finite number"),
-        (changed("weights", "progress", None), "weights.progress is None"),
-        (changed("weights", "progress", True), "weights.progress is True"),
-        (changed("weights", "stillnessSpeedThreshold", -1.0), "weights.stillnessSpeedThreshold is -1.0"),
-        (changed("episode", "maxSteps", -5), "episode.maxSteps is -5; it must be a whole number of ticks, 1 or more"),
-        (changed("episode", "maxSteps", 0), "episode.maxSteps is 0"),
-        (changed("episode", "maxSteps", 10.5), "episode.maxSteps is 10.5"),
-        (changed("episode", "stillnessTimeoutTicks", -1), "episode.stillnessTimeoutTicks is -1"),
-        (changed("episode", "maxSteps", 10**400), "episode.maxSteps is 1000"),
+        (
+            {**DEFAULT_CONFIG, "weights": {**WEIGHTS, "progres": 1.0}},
+            "unknown key weights.progres; did you mean weights.progress?",
+        ),
+        ({**DEFAULT_CONFIG, "weights": {**WEIGHTS, "qqq": 1.0}}, "unknown key weights.qqq; known keys: progress"),
+        ({**DEFAULT_CONFIG, "weights": {"progress": 1.0, "speedBonus": 0.0}}, "weights.wallPenalty is missing"),
+        (make_config(progress=float("nan")), "weights.progress is nan; it must be a finite number"),
+        (make_config(progress=float("inf")), "weights.progress is inf"),
+        (make_config(progress="1"), "weights.progress is 1; it must be a finite number"),
+        (make_config(progress=None), "weights.progress is None"),
+        (make_config(progress=True), "weights.progress is True"),
+        (make_config(stillnessSpeedThreshold=-1.0), "weights.stillnessSpeedThreshold is -1.0"),
+        (make_config(maxSteps=-5), "episode.maxSteps is -5; it must be a whole number of ticks, 1 or more"),
+        (make_config(maxSteps=0), "episode.maxSteps is 0"),
+        (make_config(maxSteps=10.5), "episode.maxSteps is 10.5"),
+        (make_config(stillnessTimeoutTicks=-1), "episode.stillnessTimeoutTicks is -1"),
+        (make_config(maxSteps=10**400), "episode.maxSteps is 1000"),
     ],
 )
 def test_a_bad_config_names_the_key(tmp_path, config, message):
@@ -202,22 +194,6 @@ def test_a_bad_config_names_the_key(tmp_path, config, message):
 
 
 # -- many cars ---------------------------------------------------------------------------------------------------------
-
-
-def assert_same(a, b, path="infos"):
-    """Equal to the last bit, of the same kind, with the same keys."""
-    if isinstance(a, dict):
-        assert set(a) == set(b), path
-        for key in a:
-            assert_same(a[key], b[key], f"{path}.{key}")
-    elif a.dtype == object:
-        for x, y in zip(a, b, strict=True):
-            assert (x is None) == (y is None), path
-            if x is not None:
-                np.testing.assert_array_equal(x, y, err_msg=path)
-    else:
-        assert a.dtype == b.dtype, (path, a.dtype, b.dtype)
-        np.testing.assert_array_equal(a, b, err_msg=path)
 
 
 @pytest.mark.parametrize(("start", "everyone_at_once"), [("grid", True), ("grid", False), ("anywhere", False)])

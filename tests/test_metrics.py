@@ -65,40 +65,27 @@ def test_a_torn_line_is_left_out_on_reading(tmp_path):
     assert read_csv(tmp_path / "none.csv") == []
 
 
-def test_a_tensorboard_that_cannot_be_imported_costs_one_warning(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.warns(UserWarning, match="TensorBoard cannot be written") as caught:
-        logger = MetricsLogger(tmp_path)
-        for step in range(3):
-            logger.record("a", 1)
-            logger.dump(step)
-    assert len(caught) == 1 and len(rows(tmp_path)) == 3
-
-
-def test_a_tensorboard_that_fails_to_write_costs_one_warning(tmp_path):
-    logger = MetricsLogger(tmp_path)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    logger._writer.add_scalar = full
-    with pytest.warns(UserWarning, match="No space left") as caught:
-        for step in range(3):
-            logger.record("a", 1)
-            logger.dump(step)
-    assert len(caught) == 1 and len(rows(tmp_path)) == 3
-
-
-def test_a_csv_that_cannot_be_written_costs_one_warning(logger, monkeypatch):
+@pytest.mark.parametrize("what", ["no package", "full for TensorBoard", "full for the file"])
+def test_what_cannot_be_written_costs_one_warning(tmp_path, monkeypatch, what):
     def full(*_, **__):
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(type(logger.csv_path), "open", full)
-    with pytest.warns(UserWarning, match=r"metrics\.csv cannot be written") as caught:
+    if what == "no package":
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.warns(
+        UserWarning, match="TensorBoard cannot be" if "file" not in what else r"metrics\.csv cannot be"
+    ) as caught:
+        logger = MetricsLogger(tmp_path, tensorboard="file" not in what)
+        if what == "full for TensorBoard":
+            logger._writer.add_scalar = full
+        if what == "full for the file":
+            monkeypatch.setattr(type(logger.csv_path), "open", full)
         for step in range(3):
             logger.record("a", 1)
             logger.dump(step)
-    assert len(caught) == 1
+    monkeypatch.undo()
+    logger.close()
+    assert len(caught) == 1 and len(rows(tmp_path)) == (0 if "file" in what else 3)
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,6 @@ from ppo_racer import (
 )
 from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE, RacerVectorEnv, RewardScaler
 from racer_laps import evaluate
-
-CONFIG = (Path(__file__).parent.parent / "ai-config.json").read_text()
 
 
 def small(tmp_path, **changes) -> Args:
@@ -94,14 +91,22 @@ def test_with_lambda_1_returns_are_discounted_sums_of_rewards():
     np.testing.assert_allclose(returns[0], sum(GAMMA**t * rewards[t] for t in range(6)))
 
 
-def test_values_after_an_end_are_those_of_the_true_last_observation(monkeypatch):
-    agent, storage, seen = Agent(), Storage(3, 2), []
-    storage.obs[:] = torch.randn(4, 2, OBS_SIZE)
-    final = np.random.default_rng(0).normal(size=(1, OBS_SIZE)).astype(np.float32)
+def test_a_batch_is_of_scaled_rewards_each_kind_of_end_and_values_of_true_last_observations(monkeypatch):
+    agent, storage, scaler, seen = Agent(), Storage(3, 2), RewardScaler(0.9, np.array([1000.0, 2000.0])), []
+    rng = np.random.default_rng(0)
+    storage.obs[:], storage.rewards[:] = torch.randn(4, 2, OBS_SIZE), rng.normal(size=(3, 2))
+    storage.terminated[2, 0] = storage.truncated[1, 1] = True
+    final = rng.normal(size=(1, OBS_SIZE)).astype(np.float32)
     storage.final_obs.append((1, np.array([1]), final))
     monkeypatch.setattr(ppo_racer, "compute_gae", lambda *a: (seen.append(a), compute_gae(*a))[1])
-    make_batch(agent, storage, RewardScaler(0.9, np.ones(2)), Args())
-    _, values, next_values, *_ = seen[0]
+    batch, _ = make_batch(agent, storage, scaler, Args(gamma=0.8, gae_lambda=0.7))
+    ((rewards, values, next_values, *ends, gamma, gae_lambda),) = seen
+    np.testing.assert_allclose(rewards, storage.rewards * scaler.scale)
+    assert scaler.returns[0] == 0 != scaler.returns[1] and (gamma, gae_lambda) == (0.8, 0.7)
+    assert ends[0] is storage.terminated and ends[1] is storage.truncated
+    advantages, returns = compute_gae(*seen[0])
+    for name, expected in (("advantages", advantages), ("returns", returns)):
+        np.testing.assert_allclose(batch[name], expected.reshape(-1), rtol=1e-6)
 
     def value(obs):
         with torch.no_grad():
@@ -124,23 +129,26 @@ def do_rollout(envs, agent, steps=20, seed=0):
     return storage
 
 
-def test_rollout_stores_what_was_seen_and_given(tmp_path):
-    config = tmp_path / "short.json"
-    config.write_text(CONFIG.replace("3000", "7"))
-    agent = Agent()
-    storage = do_rollout(RacerVectorEnv(3, config_path=config), agent)
+STILL = {"stillnessTimeoutTicks": 5, "stillnessSpeedThreshold": 999.0}
+
+
+@pytest.mark.parametrize(("changes", "every"), [({}, 7), (STILL, 5)])
+def test_rollout_stores_what_was_seen_and_given_and_each_kind_of_end(tmp_path, changes, every):
+    config = short_episodes(tmp_path, 7, **changes)
+    storage = do_rollout(RacerVectorEnv(3, config_path=config), Agent())
     again = RacerVectorEnv(3, config_path=config)
     obs, _ = again.reset(seed=0)
     for t in range(20):
         np.testing.assert_array_equal(storage.obs[t], obs)
-        obs, rewards, _, truncated, infos = again.step(storage.actions[t].numpy())
-        np.testing.assert_array_equal(storage.rewards[t], rewards)
-        np.testing.assert_array_equal(storage.truncated[t], truncated)
-        if truncated.any():
-            tick, cars, final = storage.final_obs[(t + 1) // 7 - 1]
+        obs, *rest, infos = again.step(storage.actions[t].numpy())
+        for stored, value in zip((storage.rewards, storage.terminated, storage.truncated), rest, strict=True):
+            np.testing.assert_array_equal(stored[t], value)
+        if "final_obs" in infos:
+            tick, cars, final = storage.final_obs[(t + 1) // every - 1]
             assert tick == t and len(cars) == 3
             np.testing.assert_array_equal(final, np.stack(infos["final_obs"]))
     np.testing.assert_array_equal(storage.obs[20], obs)
+    assert (storage.terminated.sum(), storage.truncated.sum()) == ((12, 0) if every == 5 else (0, 6))
 
 
 def test_stored_logprobs_are_those_of_the_actions_that_were_given():
@@ -329,43 +337,6 @@ def test_minibatches_are_of_equal_size_even_where_a_rollout_does_not_divide(tmp_
     monkeypatch.setattr(ppo_racer, "ppo_loss", lambda *a: (sizes.append(len(a[2])), real(*a))[1])
     result = train(small(tmp_path, num_envs=43, rollout_steps=3, minibatch_size=64, total_timesteps=500))
     assert result["finished"] and set(sizes) == {64, 65}, "129 samples: not 64, 64 and 1"
-
-
-def test_a_run_gives_gae_scaled_rewards_and_each_kind_of_end_in_its_place(tmp_path, monkeypatch):
-    """The wiring: what compute_gae is given in a real run with terminated and truncated episodes."""
-    config = tmp_path / "short.json"
-    config.write_text(CONFIG.replace("3000", "40").replace("180", "25").replace('Threshold": 2.0', 'Threshold": 18.0'))
-    seen, scaled = [], []
-    real_gae, real_scaler = ppo_racer.compute_gae, RewardScaler.update
-
-    def scaler(self, rewards, done, gather):
-        before = self.returns.copy()
-        real_scaler(self, rewards, done, gather)
-        scaled.append((rewards.copy(), done.copy(), before, rewards * self.scale))
-
-    monkeypatch.setattr(ppo_racer, "compute_gae", lambda *a: (seen.append(copy.deepcopy(a)), real_gae(*a))[1])
-    monkeypatch.setattr(RewardScaler, "update", scaler)
-    stored = []
-    real_rollout = ppo_racer.rollout
-
-    def rollout_(agent, envs, storage, *rest):
-        real_rollout(agent, envs, storage, *rest)
-        stored.append((storage.rewards.copy(), storage.terminated.copy(), storage.truncated.copy()))
-
-    monkeypatch.setattr(ppo_racer, "rollout", rollout_)
-    train(small(tmp_path, config_path=config, gamma=0.9, gae_lambda=0.8, num_envs=24))
-    assert sum(s[1].sum() for s in stored) > 3 and sum(s[2].sum() for s in stored) > 3
-    for (rewards, values, next_values, terminated, truncated, gamma, lam), (raw, done, _, out), (r, te, tr) in zip(
-        seen, scaled, stored, strict=True
-    ):
-        np.testing.assert_array_equal(rewards, out)
-        np.testing.assert_array_equal(raw, r)
-        np.testing.assert_array_equal(done, te | tr)
-        np.testing.assert_array_equal(terminated, te)
-        np.testing.assert_array_equal(truncated, tr)
-        assert values.shape == next_values.shape == r.shape and (gamma, lam) == (0.9, 0.8)
-    for (_, done, _, _), (_, _, carried, _) in zip(scaled, scaled[1:], strict=False):
-        assert (carried[done[-1]] == 0).all() and (carried[~done[-1]] != 0).any(), "reset at either end, kept otherwise"
 
 
 TAGS = {

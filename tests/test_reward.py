@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import numpy as np
 import pytest
-from conftest import drive
+from conftest import drive, make_config
+from slow_engine import SlowTrack
 
-from racer_sim import DEFAULT_CONFIG, RacerSim, load_track
+from racer_sim import TRACKS, RacerSim, load_track
 
 STILL = np.zeros((1, 3))
-
-
-def config(**changes):
-    result = copy.deepcopy(DEFAULT_CONFIG)
-    for section in result.values():
-        section.update({key: value for key, value in changes.items() if key in section})
-    return result
 
 
 def put(sim: RacerSim, s: float, lateral: float = 0.0, turn: float = 0.0, speed: float = 0.0) -> None:
     track = sim.world.tracks[0]
     (x, y), (tx, ty) = track.position(np.array(s)), track.tangent(np.array(s))
     heading = math.atan2(ty, tx) + turn
-    sim.place(
-        np.array([0]),
-        np.array([x - ty * lateral]),
-        np.array([y + tx * lateral]),
-        np.array([heading]),
-        np.array([speed]),
-    )
+    sim.place(*(np.array([value]) for value in (0, x - ty * lateral, y + tx * lateral, heading, speed)))
 
 
 def test_reward_is_the_sum_of_its_parts():
-    sim = RacerSim(8, start="anywhere", config=config(speedBonus=0.01, backwardPenalty=-0.5))
+    sim = RacerSim(8, start="anywhere", config=make_config(speedBonus=0.01, backwardPenalty=-0.5))
     for _ in range(50):
         _, rewards, *_ = sim.step(np.random.default_rng(0).uniform([-1, 0, 0], 1, (8, 3)))
         np.testing.assert_allclose(rewards, sum(sim.parts.values()), atol=1e-15)
@@ -64,14 +51,14 @@ def test_progress_wraps_at_the_line_both_ways():
 
 
 def test_backward_penalty_only_when_arc_length_falls():
-    sim = RacerSim(1, config=config(backwardPenalty=-0.25))
+    sim = RacerSim(1, config=make_config(backwardPenalty=-0.25))
     put(sim, 300.0, turn=math.pi, speed=50)
     sim.step(STILL)
     assert sim.parts["backward"][0] == -0.25
     put(sim, 300.0, speed=50)
     sim.step(STILL)
     assert sim.parts["backward"][0] == 0.0
-    still = RacerSim(1, config=config(backwardPenalty=-0.25))
+    still = RacerSim(1, config=make_config(backwardPenalty=-0.25))
     for _ in range(5):
         still.step(STILL)
         assert still.parts["backward"][0] == 0.0 and still.s[0] == 0.0
@@ -90,8 +77,9 @@ def test_off_track_begins_exactly_at_the_edge_of_the_road():
 
 def test_wall_penalty_within_two_units_of_a_wall():
     sim = RacerSim(1)
-    track = sim.world.tracks[0]
-    lateral = next(d for d in np.arange(45, 60, 0.01) if _wall_distance(track, 40.0, d) < 2.0)
+    track = SlowTrack(TRACKS["track-01"])
+    (x, y), (tx, ty) = track.position(40.0), track.tangent(40.0)
+    lateral = next(d for d in np.arange(45, 60, 0.01) if track.nearest_wall(x - ty * d, y + tx * d)[0] < 2.0)
     for d, penalty in ((lateral - 0.05, 0.0), (lateral + 0.05, -0.002)):
         put(sim, 40.0, d)
         sim.step(STILL)
@@ -99,17 +87,8 @@ def test_wall_penalty_within_two_units_of_a_wall():
         assert sim.wall_contact[0] == (penalty != 0)
 
 
-def _wall_distance(track, s, lateral):
-    (x, y), (tx, ty) = track.position(np.array(s)), track.tangent(np.array(s))
-    wall = np.concatenate([track.outer, track.inner])
-    edge = np.concatenate([np.roll(track.outer, -1, 0), np.roll(track.inner, -1, 0)]) - wall
-    p = np.array([x - ty * lateral, y + tx * lateral])
-    share = np.clip(((p - wall) * edge).sum(1) / (edge**2).sum(1), 0, 1)
-    return np.hypot(*(wall + share[:, None] * edge - p).T).min()
-
-
 def test_stillness_counts_in_a_row_and_terminates():
-    sim = RacerSim(1, config=config(stillnessTimeoutTicks=10))
+    sim = RacerSim(1, config=make_config(stillnessTimeoutTicks=10))
     for _ in range(9):
         _, _, terminated, _ = sim.step(STILL)
         assert not terminated[0] and sim.parts["stillness"][0] == -0.001
@@ -123,6 +102,6 @@ def test_stillness_counts_in_a_row_and_terminates():
 
 
 def test_truncation_at_max_steps():
-    sim = RacerSim(1, config=config(maxSteps=7))
+    sim = RacerSim(1, config=make_config(maxSteps=7))
     ends = [tuple(bool(e[0]) for e in sim.step(STILL)[2:]) for _ in range(7)]
     assert ends == [(False, False)] * 6 + [(False, True)]

@@ -261,8 +261,7 @@ def test_a_choice_is_kept_for_some_ticks_and_nothing_of_the_next_episode_counts(
 
 def test_every_tick_reaches_the_buffer_as_it_was(tmp_path, monkeypatch):
     """In a real run: obs of a row are the next_obs of the row before, unless an episode ended there."""
-    config, buffers = tmp_path / "short.json", []
-    config.write_text((Path(__file__).parent.parent / "ai-config.json").read_text().replace("3000", "90"))
+    config, buffers = short_episodes(tmp_path, 90), []
     monkeypatch.setattr(sac_racer, "ReplayBuffer", lambda *a: buffers.append(ReplayBuffer(*a)) or buffers[-1])
     train(small(tmp_path, config_path=config, buffer_size=16_000, total_timesteps=8192))
     (buffer,) = buffers

@@ -262,7 +262,7 @@ def test_a_process_that_dies_ends_the_run_and_says_how_to_go_on(launch, tmp_path
 def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
     """Nothing closes its connections, as when a machine loses its power. (With a shorter patience than usual.)"""
     script = tmp_path / "impatient.py"
-    script.write_text("import callbacks_lite as c, ppo_racer\nc.ANSWER_TIMEOUT_S = 6.0\nc.leave(ppo_racer.main())\n")
+    script.write_text("import callbacks_lite as c, ppo_racer\nc.ANSWER_TIMEOUT_S = 4.0\nc.leave(ppo_racer.main())\n")
     assert callbacks_lite.ANSWER_TIMEOUT_S < 60
     process = launch("ppo", script=script, total_timesteps=10**8)
     wait_for((tmp_path / "a" / "checkpoint.pt").exists, process)

@@ -89,7 +89,7 @@ def nearest_by_force(track: Track, points: np.ndarray):
     return tuple(np.concatenate(parts) for parts in zip(*results, strict=True))
 
 
-PLACES = 20_000  # on each of 23 tracks; with 44,000 it is a million, and half a minute
+PLACES = 10_000  # on each of 23 tracks; with 44,000 it is a million, and half a minute
 
 
 def assert_projection_is_right(track: Track, count: int) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import drive
+from conftest import drive, short_episodes
 
 import racer_view
 from racer_env import RacerEnv, RacerVectorEnv
@@ -103,8 +102,7 @@ def test_replay_is_an_animation_in_real_time_with_the_inputs(lap):
 @pytest.mark.parametrize("on_bridge", [False, True])
 def test_the_places_of_an_episode_are_where_the_engine_had_the_car(on_bridge, good_bridge, tmp_path):
     """On a bridge, which does not say where a car is, a twin drives along."""
-    config = tmp_path / "short.json"
-    config.write_text((Path(__file__).parent.parent / "ai-config.json").read_text().replace("3000", "90"))
+    config = short_episodes(tmp_path, 90)
     url = good_bridge.url if on_bridge else None
     envs = RacerVectorEnv(2, "track-02", config, url, render_mode="rgb_array")
     observations, _ = envs.reset(seed=0)
