@@ -472,14 +472,6 @@ def make_run_folder(algorithm: str, args) -> Path:
     return folder
 
 
-def resumed_folder(path: Path) -> Path:
-    """The run folder to go on in."""
-    folder = path if path.is_dir() else path.parent
-    if not (folder / "args.json").exists():
-        raise ValueError(f"{folder} is no run folder (it has no args.json); put the checkpoint into one")
-    return folder
-
-
 def provenance() -> dict:
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions |= {"gymnasium": gymnasium.__version__, "system": platform.platform()}
@@ -542,7 +534,7 @@ class Run:
                 scaler.begin_anew()
             self.folder = from_first(make_run_folder, self.algorithm, args)
         else:
-            self.folder = from_first(resumed_folder, args.resume)
+            self.folder = args.resume if args.resume.is_dir() else args.resume.parent
             self._restore(from_first(load_checkpoint, args.resume, self.algorithm))
         for part in self.parts.values():
             if isinstance(part, torch.nn.Module):  # other machines may round otherwise
@@ -844,12 +836,11 @@ def make_envs(args) -> RacerVectorEnv:
 def first_look(argv: list[str]) -> argparse.Namespace:
     """What the defaults depend on. ValueError for flags that make no sense together, or alone."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("resume", "evaluate", "json", "export", "checkpoint"):
-        parser.add_argument(f"--{name}")
+    for name in ("start-from", "resume", "evaluate", "json", "export", "checkpoint"):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
     for name in ("track-id", "bridge-url"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*")
     parser.add_argument("--random-tracks", "--random_tracks", type=int, default=0)
-    parser.add_argument("--start-from", "--start_from")
     parser.add_argument("--slow-game", "--slow_game", action=argparse.BooleanOptionalAction)
     parser.add_argument("-h", "--help", action="store_true")
     look = parser.parse_known_args(argv)[0]

@@ -157,14 +157,6 @@ def test_best_pt_resumes_bit_for_bit_too(lab, tmp_path, straight):
 
 
 @mostly_shared
-def test_a_loose_checkpoint_is_not_resumed_among_other_files(lab, tmp_path, straight):
-    shutil.copy(straight / "best.pt", tmp_path / "keep.pt")
-    with pytest.raises(ValueError, match=r"is no run folder \(it has no args\.json\)"):
-        lab.resume(tmp_path / "keep.pt")
-    assert [file.name for file in tmp_path.iterdir()] == ["keep.pt"]
-
-
-@mostly_shared
 def test_a_finished_run_says_that_there_is_nothing_to_do(lab, tmp_path, straight, capsys):
     shutil.copytree(straight, tmp_path / "run")
     lab.resume(tmp_path / "run")
