@@ -191,11 +191,6 @@ class EmbeddedCars:
         pass
 
 
-def retry_pause_s(failures: int) -> float:
-    """How long to wait before connecting again, after so many failures in a row."""
-    return min(2.0**failures, LONGEST_PAUSE_S)
-
-
 def as_names(value, argument: str, hint: str) -> list[str]:
     """One name or a list of names -> a list of names."""
     names = [value] if isinstance(value, (str, Path)) else value
@@ -615,7 +610,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         """
         self.bridge_faults += 1
         while self._failures_in_a_row < self.retries:
-            until = time.monotonic() + retry_pause_s(self._failures_in_a_row)
+            until = time.monotonic() + min(2.0**self._failures_in_a_row, LONGEST_PAUSE_S)
             self._failures_in_a_row += 1
             logger.warning(f"{error}\nConnecting again (retry {self._failures_in_a_row} of {self.retries})")
             while self.retries and time.monotonic() < until:
