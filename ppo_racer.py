@@ -148,7 +148,7 @@ PRESETS = {  # other defaults, for commands that ask for them
     },
     "several tracks": {"start": "anywhere", "hidden": 96},
     "random tracks": {  # --random-tracks: none of them is known by heart
-        "total_timesteps": 8_000_000, "start": "anywhere", "off_road_price": 3.0, "hidden": 96, "hide_arc": True,
+        "total_timesteps": 8_000_000, "start": "anywhere", "off_road_price": 3.0, "hidden": 128, "hide_arc": True,
         "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
     },
     "start from": {
