@@ -1,17 +1,17 @@
 """Everything around the algorithm: metrics, checkpoints, the run folder, several processes, the command line.
 
-logger = MetricsLogger("runs/mine")
-logger.record("train/loss", 0.3)             # the last value counts
-logger.dump(step=16_384)                     # -> TensorBoard and runs/mine/metrics.csv
+    logger = MetricsLogger("runs/mine")
+    logger.record("train/loss", 0.3)             # the last value counts
+    logger.dump(step=16_384)                     # -> TensorBoard and runs/mine/metrics.csv
 
-1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
-2  the terminal     where the time goes, how far a run is
-3  processes        one run in several processes: gather values, average gradients
-4  files            a checkpoint, a run folder
-5  Run              one training run: restores, counts, evaluates, logs, saves, stops on signals, reports
-6  command line     flags and presets, --help, --evaluate, --export, exit codes
+    1  MetricsLogger    scalars, texts and pictures to TensorBoard; scalars to metrics.csv
+    2  the terminal     where the time goes, how far a run is
+    3  processes        one run in several processes: gather values, average gradients, share the cars
+    4  files            a checkpoint, a run folder
+    5  Run              one training run: restores, counts, evaluates, logs, saves, stops on signals, reports
+    6  command line     flags and presets, --help, --evaluate, --export, exit codes
 
-What it counts and evaluates is in racer_laps.py.
+Laps and episodes are counted, driven and judged by racer_laps.py.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from racer_env import BridgeError, RacerVectorEnv, difference_from_twin
+from racer_bridge import CONNECT_TIMEOUT_S, BridgeError
+from racer_env import LONGEST_PAUSE_S, RacerVectorEnv, difference_from_twin
 from racer_laps import (
-    MANY_TRACKS, RaceStats, describe, describe_all, eval_metrics, evaluate, fastest_lap, hand_written_rewards, score,
-    summarize,
+    MANY_TRACKS, RaceStats, describe, describe_all, eval_metrics, evaluate, fastest_lap, hand_written_rewards, lines_of,
+    score, summarize,
 )  # fmt: skip
 from racer_sim import OBS_HIGH, OBS_LOW, OBS_SIZE
 
 CHECKPOINT_FORMAT = 3
 MAY_CHANGE = (  # when a run is resumed
-    *("total_timesteps", "run_dir", "run_name", "bridge_url", "bridge_retries"),
+    *("total_timesteps", "bridge_url", "bridge_retries"),
     *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
 )
 NOT_SETTINGS = ("start_from", "resume", "evaluate", "episodes", "json", "export", "checkpoint")  # what to do, not how
@@ -104,37 +105,34 @@ class MetricsLogger:
             threading.excepthook = _without_tensorboard(threading.excepthook)
         self._writer = SummaryWriter(str(self.folder), purge_step=None if resume_step is None else resume_step + 1)
 
-    def _to_tensorboard(self, write: Callable) -> None:
+    def _to_tensorboard(self, method: str, *arguments, **named) -> None:
         if self._writer is not None:
-            self._try("TensorBoard", lambda: write(self._writer))
+            self._try("TensorBoard", lambda: getattr(self._writer, method)(*arguments, **named))
 
     def record(self, key: str, value: float) -> None:
         """The last value recorded before a dump is the one that counts."""
         self._values[key] = float(value)
 
     def text(self, key: str, text: str) -> None:
-        self._to_tensorboard(lambda writer: writer.add_text(key, text, 0))
+        self._to_tensorboard("add_text", key, text, 0)
 
     def picture(self, key: str, image: np.ndarray, step: int) -> None:
         """An (H, W, 3) uint8 picture for the Images tab."""
-        self._to_tensorboard(lambda writer: writer.add_image(key, image, step, dataformats="HWC"))
+        self._to_tensorboard("add_image", key, image, step, dataformats="HWC")
 
     def animation(self, key: str, gif: bytes, step: int) -> None:
         """An encoded GIF for the Images tab, where it plays."""
-
-        def write(writer):
+        if self._writer is not None:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
             value = Summary.Value(tag=key, image=Summary.Image(encoded_image_string=gif, colorspace=3))
-            writer.file_writer.add_summary(Summary(value=[value]), step)
-
-        self._to_tensorboard(write)
+            self._try("TensorBoard", lambda: self._writer.file_writer.add_summary(Summary(value=[value]), step))
 
     def dump(self, step: int) -> dict[str, float]:
         """Write everything recorded since the last dump under this step, and start afresh. -> what was written"""
         values, self._values = self._values, {}
         for key, value in values.items():
-            self._to_tensorboard(lambda writer, key=key, value=value: writer.add_scalar(key, value, step))
+            self._to_tensorboard("add_scalar", key, value, step)
         if values:
             self._rows.append({"step": step, **values})
             new = [key for key in self._rows[-1] if key not in self._columns]
@@ -143,7 +141,7 @@ class MetricsLogger:
         return values
 
     def close(self) -> None:
-        self._to_tensorboard(lambda writer: writer.close())
+        self._to_tensorboard("close")
         self._writer = None
 
     def _append_row(self) -> None:
@@ -234,6 +232,7 @@ class Progress:
 # == 3  Processes: this one alone, or as many as torchrun has started, on one machine or several (gloo) ================
 
 _store: dist.Store | None = None  # torchrun's memory, which lasts when it starts the processes again
+_group: dist.ProcessGroup | None = None  # all processes
 _other_core: ThreadPoolExecutor | None = None
 
 
@@ -269,6 +268,19 @@ def init_processes() -> None:
         dist.init_process_group("gloo", store=attempt, rank=rank(), world_size=world_size(), timeout=timeout)
 
 
+def be_patient(retries: int) -> None:
+    """From now on, wait for processes that wait for a bridge and connect again up to so many times."""
+    global _group
+    if retries and dist.is_initialized():
+        seconds = ANSWER_TIMEOUT_S + retries * (LONGEST_PAUSE_S + CONNECT_TIMEOUT_S)
+        _group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+
+
+def remembered(key: str) -> str | None:
+    """What an earlier attempt of torchrun has put into the store."""
+    return _store.get(key).decode() if _store is not None and _store.check([key]) else None
+
+
 @contextlib.contextmanager
 def _others_must_answer():
     try:
@@ -284,7 +296,7 @@ def all_gather(value) -> list:
     if dist.is_initialized():
         values *= world_size()
         with _others_must_answer():
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=_group)
     for error in values:
         if isinstance(error, Exception):
             error.shared = True
@@ -293,25 +305,22 @@ def all_gather(value) -> list:
 
 
 def together(function: Callable, *arguments, **named):
-    """Every process calls the function. A BridgeError of one is raised by all."""
-    result = failure = None
-    try:
-        result = function(*arguments, **named)
-    except BridgeError as error:
-        failure = error
-    all_gather(failure)
+    """Every process calls the function. The error of one is raised by all."""
+    result = _result_or_error(function, *arguments, **named)
+    all_gather(result if isinstance(result, Exception) else None)
     return result
 
 
 def from_first(function: Callable, *arguments):
     """Only the first process calls the function; all get its result, or its error."""
-    outcome = None
-    if rank() == 0:
-        try:
-            outcome = function(*arguments)
-        except (BridgeError, ValueError, OSError) as error:
-            outcome = error
-    return all_gather(outcome)[0]
+    return all_gather(_result_or_error(function, *arguments) if rank() == 0 else None)[0]
+
+
+def _result_or_error(function: Callable, *arguments, **named):
+    try:
+        return function(*arguments, **named)
+    except (BridgeError, ValueError, OSError) as error:
+        return error
 
 
 def average_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -320,7 +329,7 @@ def average_gradients(optimizer: torch.optim.Optimizer) -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         with _others_must_answer():
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=_group)
         parts = (flat / world_size()).split([gradient.numel() for gradient in gradients])
         for gradient, mean in zip(gradients, parts, strict=True):
             gradient.copy_(mean.view_as(gradient))
@@ -329,6 +338,21 @@ def average_gradients(optimizer: torch.optim.Optimizer) -> None:
 def make_generator(seed: int) -> torch.Generator:
     """Random numbers of this process alone."""
     return torch.Generator().manual_seed(seed + RANK_SEED_STRIDE * rank())
+
+
+def make_envs(args) -> RacerVectorEnv:
+    """This process's share of the cars."""
+    size, place, urls = world_size(), rank(), args.bridge_url
+    cars, tracks = args.num_envs // size, len(args.track_id)
+    if args.num_envs % size or cars < tracks:
+        needed = f"a multiple of the number of processes ({size}), and give each a car on every track ({tracks})"
+        raise ValueError(f"--num-envs is {args.num_envs}; it must be {needed}")
+    own_urls = urls[place::size] or urls[place % max(len(urls), 1) :][:1]
+    return together(
+        RacerVectorEnv, cars, args.track_id, args.config_path, own_urls or None, args.start,
+        retries=args.bridge_retries, stagger=True, first_car=place * cars, patience=args.patience,
+        off_road_price=args.off_road_price,
+    )  # fmt: skip
 
 
 def on_two_cores(first: Callable, second: Callable) -> tuple:
@@ -346,9 +370,8 @@ def leave(code: int) -> None:
     if code in KNOWN_TO_ALL:  # then wait for the others: torchrun ends all as soon as one has failed
         with contextlib.suppress(RuntimeError):
             all_gather(None)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+    for stream in ("stdout", "stderr"):
+        say("", end="", to=stream)  # flushes it
     os._exit(code)
 
 
@@ -458,8 +481,8 @@ def make_run_folder(algorithm: str, args) -> Path:
     folder, number = args.run_dir / name, 2
     while not args.run_name and folder.exists():
         folder, number = args.run_dir / f"{name}-{number}", number + 1
-    own = _store is not None and _store.check(["folder"]) and _store.get("folder").decode() == str(folder)
-    if folder.is_dir() and any(folder.iterdir()) and not own:  # its own if torchrun has started the processes again
+    own = remembered("folder") == str(folder)  # torchrun has started the processes again
+    if folder.is_dir() and any(folder.iterdir()) and not own:
         go_on = f"go on with it (--resume {folder}), or " if (folder / "checkpoint.pt").exists() else ""
         raise ValueError(f"{folder} is not empty; {go_on}give another --run-name")
     try:
@@ -490,9 +513,9 @@ def provenance() -> dict:
 class Run:
     """One training run, new or resumed: `with Run("ppo", args, envs, parts) as run: while not run.done: ...`
 
-    `parts` names all that a checkpoint holds (None is left out). An object with `state_dict` is the same in all processes. One
-    with `get_state` belongs to a process, and is saved as a list with an entry per process. Saving and restoring read the same
-    dict.
+    `parts` names what a checkpoint holds beside the settings and the counts (None is left out). An object with `state_dict` is
+    the same in all processes. One with `get_state` belongs to a process, and is saved as a list with an entry per process.
+    Saving and restoring read the same dict.
 
     Ctrl+C and SIGTERM ask for an orderly end: the iteration is finished, a checkpoint written. With one process, a second one
     ends at once.
@@ -547,9 +570,11 @@ class Run:
 
     def _difference_from_twin(self) -> str:
         """Why the embedded engine cannot stand for the game in evaluations, if so."""
-        args, url = self.args, self.args.bridge_url[:1]
-        found = [difference_from_twin(track, args.config_path, url[0]) for track in args.track_id if url]
-        return next((text for text in found if text), "")
+        args = self.args
+        for track in args.track_id if args.bridge_url else ():
+            if difference := difference_from_twin(track, args.config_path, args.bridge_url[0]):
+                return difference
+        return ""
 
     def _restore(self, checkpoint: dict) -> None:
         if checkpoint["config"] != self.envs.config:
@@ -558,27 +583,24 @@ class Run:
                 f"({json.dumps(checkpoint['config'])}); put them back, or start a new run"
             )
         with _must_fit():
-            processes = len(checkpoint["parts"]["stats"])
+            saved, processes = checkpoint["parts"], len(checkpoint["parts"]["stats"])
+            as_many = processes == world_size()
+            cars_go_on = as_many and saved["envs"][0] and self.envs.get_state()  # the real game exposes no state
             for name, part in self.parts.items():
-                saved = checkpoint["parts"].get(name)
-                if saved is None or part is None:
+                if part is None or name not in saved:
                     lack = f"the checkpoint holds no {name}: the run has a new one, and is not the same bit for bit"
                     from_first(say, lack)
                 elif hasattr(part, "state_dict"):
-                    part.load_state_dict(saved)
-                elif processes == world_size() and saved[rank()] != {} and part.get_state() != {}:
-                    part.set_state(restored(saved[rank()], part.get_state()))
-                elif name == "scaler":
-                    part.set_state(restored(saved[0], part.get_state()))
+                    part.load_state_dict(saved[name])
+                elif name == "scaler" or (cars_go_on if name == "envs" else as_many):
+                    part.set_state(restored(saved[name][rank() if as_many else 0], part.get_state()))
             for name, value in checkpoint["run"].items():
                 setattr(self, name, value)
             self.best["laps"] = [{**lap, "places": lap["places"].numpy()} for lap in self.best["laps"]]
-        if processes != world_size():
+        if not as_many:
             change = f"{world_size()} instead of {processes} processes"
             from_first(say, f"going on with {change}: the cars begin anew, and not bit for bit")
-        # The real game does not expose its state, and takes none.
-        known = self.envs.get_state() and checkpoint["parts"].get("envs", [{}])[0]
-        if processes != world_size() or not known:
+        if not cars_go_on:
             self.stats.begin(together(self.envs.reset, seed=self.args.seed + self.steps)[1])
             for part in self.parts.values():
                 if hasattr(part, "begin_anew"):
@@ -675,8 +697,7 @@ class Run:
         results = [summarize([e], self.eval_envs.config, self.hand_written.get(e.track)) for e in episodes]
         for name, value in eval_metrics(results).items():
             self.logger.record(name, value)
-        lines = [describe(result) for result in results if len(results) <= MANY_TRACKS]
-        for line in lines or [describe_all(results)]:
+        for line in lines_of(results):
             self.terminal.say(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {line}")
         if score(episodes) <= self.best["score"]:
             return None
@@ -777,12 +798,9 @@ class Run:
         clock["rest"] = max(session - sum(clock.values()), 0.0)
         shares = sorted(clock.items(), key=lambda item: -item[1])
         say("time      " + ", ".join(f"{name} {s:.1f} s ({s / session:.0%})" for name, s in shares))
-        for i, result in enumerate(self.best["results"]):
-            say(f"best      {describe(result)}" if i == 0 else f"          {describe(result)}")
-        if len(self.best["results"]) > 1:
-            say(f"          {describe_all(self.best['results'])}")
         if self.best["results"]:
-            say(f"          at step {self.best['step']:,}")
+            lines = [*lines_of(self.best["results"]), f"at step {self.best['step']:,}"]
+            say("best      " + "\n          ".join(lines))
         files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line*.png", "replay*.gif")
         there = [path.name for name in files for path in sorted(folder.glob(name))]
         say(f"files     {folder}: {', '.join(there)}")
@@ -816,21 +834,6 @@ Count = Annotated[
 
 def mean_metrics(history: list[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([metrics[name] for metrics in history])) for name in history[0]} if history else {}
-
-
-def make_envs(args) -> RacerVectorEnv:
-    """This process's share of the cars."""
-    size, place, urls = world_size(), rank(), args.bridge_url
-    cars, tracks = args.num_envs // size, len(args.track_id)
-    if args.num_envs % size or cars < tracks:
-        needed = f"a multiple of the number of processes ({size}), and give each a car on every track ({tracks})"
-        raise ValueError(f"--num-envs is {args.num_envs}; it must be {needed}")
-    own_urls = urls[place::size] or urls[place % max(len(urls), 1) :][:1]
-    return together(
-        RacerVectorEnv, cars, args.track_id, args.config_path, own_urls or None, args.start,
-        retries=args.bridge_retries, stagger=True, first_car=place * cars, patience=args.patience,
-        off_road_price=args.off_road_price,
-    )  # fmt: skip
 
 
 def first_look(argv: list[str]) -> argparse.Namespace:
@@ -923,7 +926,7 @@ def command() -> str:
 # What ends a run: exit code, what to say of it, and what before the command that goes on.
 ENDS: dict[type, tuple[int, str, str]] = {
     BridgeError: (EXIT_BRIDGE, "", "\nSaved; go on with: "),
-    ProcessError: (EXIT_PROCESS, ". The run ends", "; go on from the last checkpoint with: "),
+    ProcessError: (EXIT_PROCESS, ". The run ends", "; go on from the last checkpoint, if there is one, with: "),
     FloatingPointError: (EXIT_ERROR, ". Learning has blown up; start again with a smaller --learning-rate", ""),
     ValueError: (EXIT_USAGE, "", ""),
     OSError: (EXIT_USAGE, "", ""),
@@ -940,10 +943,11 @@ def run_command(algorithm: str, Args, presets: dict, make_agent: Callable, train
     try:
         init_processes()
         argv = sys.argv[1:]
-        saved = Path(_store.get("saved").decode()) if _store is not None and _store.check(["saved"]) else None
-        if saved and (saved / "checkpoint.pt").exists():  # torchrun has started the processes again
-            argv = ["--resume", str(saved)]
+        saved = remembered("saved")
+        if saved and Path(saved, "checkpoint.pt").exists():  # torchrun has started the processes again
+            argv = ["--resume", saved]
         args = read_args(Args, presets, algorithm, argv, doc)
+        be_patient(args.bridge_retries)
         if args.evaluate or args.export:
             (evaluate_driver if args.evaluate else export_driver)(args, algorithm, make_agent)
             return 0
@@ -964,12 +968,10 @@ def run_command(algorithm: str, Args, presets: dict, make_agent: Callable, train
 
 def load_driver(path: Path, args, algorithm: str, make_agent: Callable) -> torch.nn.Module:
     """The driver in a checkpoint. It needs the actor only, so a checkpoint with other critics will do."""
-    agent, saved = make_agent(args), load_checkpoint(path, algorithm, prefer="best.pt")["parts"].get("agent", {})
-    needed = {name: value for name, value in agent.state_dict().items() if name.startswith(("actor.", "obs_"))}
-    wrong = [name for name, value in needed.items() if name not in saved or saved[name].shape != value.shape]
-    if wrong:
-        raise ValueError(f"{path} holds networks of other sizes than this program makes: {', '.join(wrong)}")
-    agent.load_state_dict({name: saved[name] for name in needed}, strict=False)
+    agent, parts = make_agent(args), load_checkpoint(path, algorithm, prefer="best.pt")["parts"]
+    needed = [name for name in agent.state_dict() if name.startswith(("actor.", "obs_"))]
+    with _must_fit():
+        agent.load_state_dict({name: parts["agent"][name] for name in needed}, strict=False)
     return agent
 
 

@@ -20,6 +20,7 @@ Shapes: T ticks of a rollout, N cars of this process, B = T * N samples. `obs` i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -284,13 +285,14 @@ def make_batch(agent: Agent, storage: Storage, scaler: RewardScaler, args: Args)
     normalized_obs = agent.normalize(storage.obs)
     all_values = agent.value(normalized_obs).numpy().astype(np.float64)  # (T + 1, N)
     values, next_values = all_values[:-1], all_values[1:].copy()
-    for t, cars, final_obs in storage.final_obs:
+    for t, cars, final_obs in storage.final_obs:  # of both kinds of end: compute_gae leaves out the terminated ones
         next_values[t, cars] = agent.value(agent.normalize(torch.from_numpy(final_obs))).numpy()
 
-    ends = storage.terminated, storage.truncated
     scaler.update(storage.rewards, storage.terminated | storage.truncated, all_gather)
     rewards = storage.rewards * scaler.scale
-    advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
+    advantages, returns = compute_gae(
+        rewards, values, next_values, storage.terminated, storage.truncated, args.gamma, args.gae_lambda
+    )
     batch = {
         "normalized_obs": normalized_obs[:-1].reshape(-1, OBS_SIZE),
         "actions": storage.actions.reshape(-1, len(ACTION_LOW)),
@@ -360,7 +362,8 @@ def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, ge
     """
     parameters, policy_losses, value_losses, logratios = list(agent.parameters()), [], [], []
     count = max(1, round(len(batch["returns"]) * world_size() / args.minibatch_size))
-    for mb in (mb for _ in range(args.update_epochs) for mb in minibatches(batch, count, generator)):  # of all epochs
+    epochs = (minibatches(batch, count, generator) for _ in range(args.update_epochs))
+    for mb in itertools.chain.from_iterable(epochs):  # one loop, which target_kl can end
         optimizer.zero_grad()
         (policy_loss, logratio), value_loss = on_two_cores(
             partial(actor_backward, agent, mb, args.clip_coef, ent_coef), partial(critic_backward, agent, mb)
@@ -377,7 +380,7 @@ def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, ge
     logratio = torch.cat(logratios)
     policy_loss, value_loss = torch.stack(policy_losses).mean().item(), torch.stack(value_losses).mean().item()
     entropy_loss = -gaussian_entropy(agent.log_std).item()
-    return {
+    return {  # add yours here: a mean over the processes is logged, and one that is not finite ends the run
         "train/loss": policy_loss + ent_coef * entropy_loss + value_loss,
         "train/policy_gradient_loss": policy_loss,
         "train/value_loss": value_loss,

@@ -10,8 +10,8 @@
 
 Both backends give the same spaces, the same info, the same numbers; `RacerEnv` is the contract, its docstring the spec.
 
-    1  the contract     spaces, names, the config file
-    2  cars             on the embedded engine, or those of racer_bridge: one small interface
+    1  the contract     spaces, actions, the config file
+    2  cars             embedded ones, and when they are put back (those on bridges are in racer_bridge.py)
     3  RacerEnv         one car
     4  RacerVectorEnv   N cars, same-step autoreset, episode statistics, reconnects to a bridge by itself
     5  RewardScaler     the scale of rewards that networks learn from
@@ -35,21 +35,12 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from racer_bridge import RESET_INFO, STEP_INFO, BridgeCars, BridgeError, start_of
+from racer_bridge import RESET_INFO, STEP_INFO, BridgeCars, BridgeError
 from racer_sim import (
-    DEFAULT_CONFIG,
-    NUM_RAYS,
-    OBS_HIGH,
-    OBS_LOW,
-    OBS_NAMES,
-    STARTS,
-    TICKS_PER_SECOND,
-    TRACKS,
-    RacerSim,
-    is_finite,
-    load_track,
-)
-from racer_sim import OBS_SIZE as OBS_SIZE  # for trainers
+    DEFAULT_CONFIG, NUM_RAYS, OBS_HIGH, OBS_LOW, OBS_NAMES, STARTS, TICKS_PER_SECOND, TRACKS, RacerSim, is_finite,
+    load_track, start_of,
+)  # fmt: skip
+from racer_sim import OBS_SIZE as OBS_SIZE  # trainers have it from here
 
 # == 1  The contract ===================================================================================================
 
@@ -154,7 +145,7 @@ def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
     return array
 
 
-# == 2  Cars: on the embedded engine or on bridges =====================================================================
+# == 2  Cars ============================================================================================================
 
 
 class EmbeddedCars:
@@ -342,9 +333,7 @@ class RacerEnv(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict | None = None):
         _check_open(self._state)
         super().reset(seed=seed)
-        seeds = None
-        if seed is not None or self._state == "new":
-            seeds = [self.np_random_seed if seed is None else seed]
+        seeds = [self.np_random_seed] if seed is not None or self._state == "new" else None
         self._state = "new"
         observations, info = self._cars.reset(np.array([0]), seeds)
         self._patience.begin([0], observations)
@@ -670,7 +659,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         return tuple(self._camera.picture(i) for i in range(self.num_envs))
 
     def places(self, car: int, last_episode: bool = False) -> np.ndarray:
-        """Where a car was in this episode, or in the last whole one (ticks + 1, 7): see Camera. Needs a render_mode."""
+        """Where a car was in this episode, or in the last whole one (ticks + 1, 7): see racer_view.Camera. Needs a render_mode."""
         return np.array((self._camera.last_episode if last_episode else self._camera.places)[car])
 
     @property

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from racer_env import BridgeError, RacerVectorEnv
+from racer_bridge import BridgeError
+from racer_env import RacerVectorEnv
 from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND
 
 # The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
@@ -33,7 +34,6 @@ BEST_LAP_TICKS = {
 }
 # The best rewards known for an episode from the grid with the default config, found and recorded in the same way.
 BEST_REWARD = {"track-01": 7.494, "track-02": 3.047, "track-03": 2.835}
-PUBLISHED_LAP_TICKS = {"track-01": 442, "track-03": 1069}  # flying laps of the driver that the game's authors published
 EVAL_TAGS = {  # in TensorBoard and metrics.csv: what summarize() calls it
     "mean_reward": "mean_reward",
     "mean_ep_length": "mean_length",
@@ -97,7 +97,7 @@ class RaceStats(LapTimer):
     def __init__(self, num_cars: int, max_steps: int, patience: int = 0):
         self.num_cars, self.max_steps, self.patience = num_cars, max_steps, patience
         self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, length it stands for)
-        self.best_lap_sec = math.inf
+        self.best_lap_sec, self.rollout = math.inf, {}
         self.begin({"lap": np.ones(num_cars, np.int64), "checkpoint": np.zeros(num_cars, np.int64)})
         self.take()
 
@@ -131,7 +131,7 @@ class RaceStats(LapTimer):
 
     def take(self) -> dict:
         """What has happened since the last time."""
-        rollout = getattr(self, "rollout", None)
+        rollout = self.rollout
         self.rollout = {"steps": 0, "counted": 0, "completed": 0, "put_back": 0, "lap_times_sec": [], "episodes": []}
         self.rollout["parts"] = dict.fromkeys(REWARD_PARTS, 0.0)
         return rollout
@@ -203,8 +203,10 @@ class Episode:
     @property
     def repeats(self) -> bool:
         """Whether the last two laps are alike to the tick. Where inside of a tick a car crosses the line adds one or two."""
-        a, b = self.laps[-2:] if len(self.laps) > 2 else (Lap(0, 0, 0, False), Lap(9, 0, 0, False))
-        return a.flying and abs(a.ticks - b.ticks) <= 1 and abs(a.off_road - b.off_road) <= 2
+        if len(self.laps) < 3:  # the first one is not flying
+            return False
+        a, b = self.laps[-2:]
+        return abs(a.ticks - b.ticks) <= 1 and abs(a.off_road - b.off_road) <= 2
 
     def repeat(self, length: int) -> None:
         """Fill the episode with its last lap."""
@@ -234,7 +236,7 @@ def evaluate(
         obs, rewards, terminated, truncated, infos = envs.step(drive(obs))
         if envs.bridge_faults > faults:
             if failures >= envs.retries:
-                raise BridgeError(f"the bridge failed in an evaluation, for the {failures + 1}. time in a row")
+                raise BridgeError(f"the bridge failed in an evaluation, {failures + 1} times in a row")
             return evaluate(drive, envs, tracks, seed, whole, failures + 1)
         off_road, ended, laps = envs.off_road, terminated | truncated, dict(zip(*timer.cross(infos), strict=True))
         for i in running.nonzero()[0]:
@@ -349,7 +351,7 @@ def describe(result: dict) -> str:
     text += "" if best_reward is None or best_reward < 0 else f" ({best_reward:.1f} %)"
     if result["percent_of_hand_written"] is not None:
         text += f", {result['percent_of_hand_written']:.1f} % of the hand-written driver's"
-    return f"{text}, {result['clean_laps']} of {result['laps']} laps clean, off the road {result['off_road_share']:.1%}"
+    return f"{text}, {result['clean_laps']} of {result['laps']} laps clean, off the road {100 * result['off_road_share']:.1f} %"
 
 
 def describe_all(results: list[dict]) -> str:
@@ -361,4 +363,10 @@ def describe_all(results: list[dict]) -> str:
     if shares:
         worst = min(shares, key=shares.get)
         text += f", {np.mean([*shares.values()]):.1f} % of the hand-written driver's (worst {shares[worst]:.1f} % on {worst})"
-    return f"{text}, off the road {off_road:.1%}"
+    return f"{text}, off the road {100 * off_road:.1f} %"
+
+
+def lines_of(results: list[dict]) -> list[str]:
+    """A line for every track, and one for all of several. Of many tracks, that one alone."""
+    lines = [describe(result) for result in results if len(results) <= MANY_TRACKS]
+    return lines + ([describe_all(results)] if len(results) > 1 else [])

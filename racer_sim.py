@@ -313,6 +313,12 @@ def is_finite(value) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and abs(value) < 1.79e308
 
 
+def start_of(value, length: int = 80) -> str:
+    """The beginning of anything, for a message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= length else text[:length] + "..."
+
+
 def load_track(track_id: str) -> Track:
     """A built-in track or a random one by name, or a track from a JSON file by path. Built once a process."""
     if track_id in TRACKS:
@@ -338,12 +344,12 @@ def load_track(track_id: str) -> Track:
     return _cached_track(name, tuple(map(tuple, points.tolist())))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _cached_track(name: str, control_points: tuple) -> Track:
     return Track(name, control_points)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def random_track(number: int) -> Track:
     """Track random-N, the same for everybody: the first of some loops, ever tamer, on which a car can drive."""
     # Of any numbers in a row, lengths, widths and wildness are spread evenly: multiples of a square root, without the whole.

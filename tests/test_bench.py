@@ -135,7 +135,7 @@ def test_the_hand_written_driver_has_learned_nothing_and_laps_every_track(tmp_pa
     assert [round(row["mean_reward"], 3) for row in one] == [6.627, 2.964, 2.328]
     for few, most in zip(one, best, strict=True):
         assert most["mean_reward"] > few["mean_reward"] and most["off_road_share"] < few["off_road_share"]
-    assert "off the road 27.9%" in capsys.readouterr().out
+    assert "off the road 27.9 %" in capsys.readouterr().out
 
 
 def test_a_trained_driver_stands_beside_it_and_what_is_none_is_named(tmp_path, capsys):

@@ -32,7 +32,8 @@ from conftest import (
 
 import callbacks_lite
 from callbacks_lite import Run, evaluate_driver, load_driver, read_csv
-from racer_env import BridgeError, RacerVectorEnv
+from racer_bridge import BridgeError
+from racer_env import RacerVectorEnv
 from racer_laps import evaluate
 from racer_sim import TRACKS
 

@@ -256,13 +256,16 @@ def test_a_process_that_dies_ends_the_run_and_says_how_to_go_on(launch, tmp_path
     assert steps_of(name, tmp_path / "a") >= 1024
 
 
+IMPATIENT = "import callbacks_lite as c, ppo_racer\nc.ANSWER_TIMEOUT_S = 4.0\nc.leave(ppo_racer.main())\n"
+
+
 @pytest.mark.slow
 @linux
 @pytest.mark.timeout(180)
 def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
     """Nothing closes its connections, as when a machine loses its power. (With a shorter patience than usual.)"""
     script = tmp_path / "impatient.py"
-    script.write_text("import callbacks_lite as c, ppo_racer\nc.ANSWER_TIMEOUT_S = 4.0\nc.leave(ppo_racer.main())\n")
+    script.write_text(IMPATIENT)
     assert callbacks_lite.ANSWER_TIMEOUT_S < 60
     process = launch("ppo", script=script, total_timesteps=10**8)
     wait_for((tmp_path / "a" / "checkpoint.pt").exists, process)
@@ -332,3 +335,15 @@ def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_a
     assert f"bridge connection 0 ({dying.url})" in out or f"bridge connection 1 ({dying.url})" in out
     assert f"bridge connection 0 ({good.url})" not in out and "Saved; go on with: torchrun" in out
     assert steps_of(name, tmp_path / "a") in range(100, 1001)
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_process_that_waits_for_its_bridge(launch, bridge, tmp_path):
+    """Three pauses of 1, 2 and 4 s are longer than a process is waited for otherwise."""
+    script, urls = tmp_path / "impatient.py", (bridge().url, bridge("--fault", "die", "--after", "250").url)
+    script.write_text(IMPATIENT)
+    short = {"num_envs": 4, "start": "grid", "total_timesteps": 2000, "rollout_steps": 50, "minibatch_size": 50}
+    process = launch("ppo", script=script, **short, eval_every=10**9, bridge_url=urls, bridge_retries=3)
+    out, _ = process.communicate(timeout=100)
+    assert "(retry 3 of 3)" in out and "exitcode  : 3" in out and "Saved; go on with: torchrun" in out, out
+    assert "another one of this run has died" not in out
