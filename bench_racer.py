@@ -106,7 +106,7 @@ class Args:
             raise ValueError(f"--seeds is {self.seeds[0]} {self.seeds[1]}; give the first one and the last one")
 
 
-# -- drivers -------------------------------------------------------------------------------------------------------------
+# -- what drives ----------------------------------------------------------------------------------------------------------
 
 
 def drive(observations: np.ndarray) -> np.ndarray:

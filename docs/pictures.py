@@ -6,6 +6,7 @@ Runs stay in docs/runs, so that a second call only draws. The picture of TensorB
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import shutil
 import socket
@@ -104,24 +105,22 @@ def tensorboard(path: Path) -> None:
         shutil.copytree(RUNS / f"{name}-three-tracks", logs / name, dirs_exist_ok=True)
     board, debug = free_port(), free_port()
     page = f"http://127.0.0.1:{board}/?tagFilter={urllib.parse.quote(TAGS)}#timeseries"
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, contextlib.ExitStack() as at_end:
         options = ["--headless", "--no-sandbox", "--window-size=1500,950", "--enable-unsafe-swiftshader"]
         options += [f"--remote-debugging-port={debug}", f"--user-data-dir={profile}"]
         server = subprocess.Popen([sys.executable, "-m", "tensorboard.main", "--logdir", logs, "--port", str(board)])
+        at_end.callback(server.kill)
         answer(f"http://127.0.0.1:{board}/data/runs")
         browser = subprocess.Popen([chromium, *options, page], stderr=subprocess.DEVNULL)
-        try:
-            targets = json.loads(answer(f"http://127.0.0.1:{debug}/json"))
-            url = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
-            tab = websocket.create_connection(url, suppress_origin=True)
-            time.sleep(15)  # it loads
-            ask(tab, "Runtime.evaluate", expression=CLOSE_SETTINGS)
-            time.sleep(10)  # it draws
-            path.write_bytes(base64.b64decode(ask(tab, "Page.captureScreenshot")["data"]))
-        finally:
-            browser.kill()
-            server.kill()
-            browser.wait()
+        at_end.callback(browser.wait)
+        at_end.callback(browser.kill)
+        targets = json.loads(answer(f"http://127.0.0.1:{debug}/json"))
+        url = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
+        tab = websocket.create_connection(url, suppress_origin=True)
+        time.sleep(15)  # it loads
+        ask(tab, "Runtime.evaluate", expression=CLOSE_SETTINGS)
+        time.sleep(10)  # it draws
+        path.write_bytes(base64.b64decode(ask(tab, "Page.captureScreenshot")["data"]))
     Image.open(path).quantize(128).save(path)
 
 
