@@ -57,7 +57,7 @@ from racer_sim import OBS_HIGH, OBS_LOW, OBS_SIZE
 
 CHECKPOINT_FORMAT = 3
 MAY_CHANGE = (  # when a run is resumed
-    *("total_timesteps", "bridge_url", "bridge_retries"),
+    *("total_timesteps", "run_dir", "bridge_url", "bridge_retries"),
     *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
 )
 NOT_SETTINGS = ("start_from", "resume", "evaluate", "episodes", "json", "export", "checkpoint")  # what to do, not how

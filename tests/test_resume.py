@@ -145,6 +145,7 @@ def test_resume_refuses_to_change_what_cannot_change(lab, straight):
     for change, message in (
         ({"num_envs": 32}, "--num-envs is 32, but the run to resume has 16, and that cannot change"),
         ({"gamma": 0.9}, "--gamma is 0.9"),
+        ({"run_name": "b"}, "--run-name is b, but the run to resume has run"),
     ):
         with pytest.raises(ValueError, match=message):
             lab.resume(straight, **change)
@@ -409,8 +410,8 @@ BAD = {
     "other": r"is a checkpoint of other_racer\.py; load it with that",
     "newer": "has format 99, this program reads 3",
     "bare": "another version wrote it",
-    "sizes": "does not fit|other sizes",
-    "lacking": "does not fit|other sizes",
+    "sizes": "does not fit this program",
+    "lacking": "does not fit this program",
 }
 
 
