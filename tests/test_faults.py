@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES, TINY, TINY_BRIDGE, Server, both, resume, short_episodes, steps_of
+from conftest import MODULES, TINY, TINY_BRIDGE, Server, both, load, resume, short_episodes, steps_of
 from fuzz_server import expected, replies
 
 import ppo_racer
@@ -259,6 +259,25 @@ def test_what_sac_learns_from_a_fault_is_a_choice_that_was_cut_short(no_pauses):
     np.testing.assert_allclose(buffer.rewards[6], expected, rtol=1e-6)
     np.testing.assert_allclose(buffer.discounts[6], 0.9**3, rtol=1e-6, err_msg="truncated: what follows is valued")
     assert len(run.stats.rollout["episodes"]) == 2 and envs.bridge_faults == 1
+
+
+# -- learning that blows up ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "function", "calls"), [("ppo", "compute_gae", 4), ("sac", "soft_target", 20)])
+def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, monkeypatch, name, function, calls):
+    module, factors = MODULES[name], iter([1.0] * (calls - 1))
+    real = getattr(module, function)
+
+    def poisoned(*arguments):
+        result, factor = real(*arguments), next(factors, float("nan"))
+        return tuple(part * factor for part in result) if isinstance(result, tuple) else result * factor
+
+    monkeypatch.setattr(module, function, poisoned)
+    with pytest.raises(FloatingPointError, match=r"has become nan after step [\d,]+$"):
+        module.train(module.Args(**small(name, tmp_path, checkpoint_every=512, total_timesteps=8192)))
+    agent = load(name, tmp_path / "run")["parts"]["agent"]
+    assert all(torch.isfinite(value).all() for value in agent.values())
 
 
 # -- rubbish -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from conftest import TINY, short_episodes
 
 import ppo_racer
-from callbacks_lite import Clock, load_checkpoint, read_csv
+from callbacks_lite import Clock, read_csv
 from ppo_racer import (
     Agent,
     Args,
@@ -365,23 +365,6 @@ def test_the_tags_of_a_real_run_are_the_promised_ones_and_show_early(tmp_path):
     assert first["rollout/ep_rew_mean"] <= 16_384, "from the first rollout"
     assert first["racer/mean_lap_time_sec"] < 200_000
     assert max(e.step for e in events.Scalars("time/fps")) == result["steps"]
-
-
-def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, monkeypatch):
-    args = small(tmp_path, checkpoint_every=512, run_name="nan")
-    real, calls = ppo_racer.compute_gae, []
-
-    def poisoned(*arguments):
-        calls.append(1)
-        advantages, returns = real(*arguments)
-        return advantages, returns * (float("nan") if len(calls) == 4 else 1.0)
-
-    monkeypatch.setattr(ppo_racer, "compute_gae", poisoned)
-    with pytest.raises(FloatingPointError, match="train/loss has become nan after step 1,536"):
-        train(args)
-    checkpoint = load_checkpoint(tmp_path / "nan", "ppo")
-    assert checkpoint["run"]["steps"] == 3 * 512
-    assert all(torch.isfinite(value).all() for value in checkpoint["parts"]["agent"].values())
 
 
 # -- whole runs --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from conftest import TINY, short_episodes
 
 import sac_racer
-from callbacks_lite import load_checkpoint, read_csv
+from callbacks_lite import read_csv
 from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE
 from sac_racer import (
     Agent,
@@ -382,20 +382,6 @@ def test_metrics_are_no_rarer_than_what_waits_for_them(tmp_path):
 def test_a_gentle_start_is_not_one_on_the_brake():
     _, throttle, brake = Agent(init_throttle=0.0).drive(np.full((1, OBS_SIZE), 0.3, np.float32))[0]
     assert throttle < 0.1 and brake < 0.1
-
-
-def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, monkeypatch):
-    real, calls = sac_racer.soft_target, []
-
-    def poisoned(*arguments):
-        calls.append(1)
-        return real(*arguments) * (math.nan if len(calls) > 20 else 1.0)
-
-    monkeypatch.setattr(sac_racer, "soft_target", poisoned)
-    with pytest.raises(FloatingPointError, match="has become nan after step"):
-        train(small(tmp_path, run_name="nan", checkpoint_every=512))
-    agent = load_checkpoint(tmp_path / "nan", "sac")["parts"]["agent"]
-    assert all(torch.isfinite(value).all() for value in agent.values())
 
 
 @pytest.mark.slow
