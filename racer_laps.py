@@ -1,13 +1,16 @@
 """Laps: timed, counted while cars train, driven and judged in evaluations.
 
-envs = RacerVectorEnv(3, ["track-01", "track-02", "track-03"])
-for episode in evaluate(full_throttle, envs, ["track-01", "track-02", "track-03"]):
-    print(describe(summarize([episode], envs.config)))
+    tracks = ["track-01", "track-02", "track-03"]
+    envs = RacerVectorEnv(3, tracks)
+    for episode in evaluate(full_throttle, envs, tracks):
+        print(describe(summarize([episode], envs.config)))
 
-1  RaceStats    laps, episodes and reward parts of the cars that train
-2  evaluation   an episode of every car without noise: its laps, its rewards, its time off the road
-3  yardsticks   the hand-written driver
-4  summaries    how clean and how fast that was, and how near to the best known: numbers, tags, a line of text
+    1  RaceStats     laps, episodes and reward parts of the cars that train
+    2  evaluation    an episode of every car without noise: its laps, its rewards, its time off the road
+    3  hand-written  the driver to compare with
+    4  summaries     how clean and how fast that was, and how near to the best known: numbers, tags, lines of text
+
+A lap goes from line to line, as in the game.
 """
 
 from __future__ import annotations
@@ -267,7 +270,7 @@ def fastest_lap(episode: Episode) -> dict | None:
     return {"track_id": episode.track, "places": episode.places[lap.end - lap.ticks : lap.end + 1]}
 
 
-# == 3  Yardsticks =====================================================================================================
+# == 3  The hand-written driver ========================================================================================
 
 
 def full_throttle(observations: np.ndarray, gain=1.0, offset=0.0) -> np.ndarray:
