@@ -1,7 +1,7 @@
 """PPO for the top-down racer, whole in this file. It trains a driver that beats the game's published one.
 
     python ppo_racer.py --total-timesteps 2000000                    # 12 s: laps of 6.5 s on track-01
-    python ppo_racer.py --random-tracks 24                           # 75 s: a driver for every track
+    python ppo_racer.py --random-tracks 24                           # 77 s: a driver for every track
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python ppo_racer.py --resume runs/NAME                           # go on after an interruption, bit for bit
