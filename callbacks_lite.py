@@ -870,9 +870,9 @@ def read_args(Args, presets: dict[str, dict], algorithm: str, argv: list[str], d
     else:
         preset = Args()
         slow = look.bridge_url or look.slow_game
-        changes = {**presets["slow game"], "slow_game": bool(look.slow_game)} if slow else {}
         several = "random tracks" if look.random_tracks else "several tracks" if len(look.track_id or ()) > 1 else None
-        changes = changes | presets.get(several, {}) | (presets["start from"] if look.start_from else {})
+        changes = presets.get(several, {}) | (presets["start from"] if look.start_from else {})
+        changes |= {**presets["slow game"], "slow_game": bool(look.slow_game)} if slow else {}
         if look.start_from:  # networks of the same size, which see the same
             networks = from_first(load_checkpoint, look.start_from, algorithm, "best.pt")["args"]
             changes |= {name: networks[name] for name in ("hidden", "hide_arc") if name in networks}

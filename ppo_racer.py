@@ -152,8 +152,9 @@ PRESETS = {  # other defaults, for commands that ask for them
         "total_timesteps": 8_000_000, "start": "anywhere", "off_road_price": 3.0, "hidden": 128, "hide_arc": True,
         "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
     },
-    "start from": {
-        "total_timesteps": 300_000, "learning_rate": 1e-3, "eval_every": 100_000, "checkpoint_every": 100_000,
+    "start from": {  # --start-from: a short run, which has to see all of its track
+        "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "minibatch_size": 512, "learning_rate": 1e-3,
+        "eval_every": 100_000, "checkpoint_every": 100_000,
     },
 }  # fmt: skip
 

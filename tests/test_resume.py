@@ -204,6 +204,8 @@ def test_a_run_can_begin_with_the_networks_of_another(lab, tmp_path):
     assert not (tmp_path / "third").exists()
     usual = args_of(lab.name, "--start-from", tmp_path / "first")
     assert usual.total_timesteps == lab.module.PRESETS["start from"]["total_timesteps"]
+    slow = args_of(lab.name, "--start-from", tmp_path / "first", "--slow-game")
+    assert slow.num_envs == lab.module.PRESETS["slow game"]["num_envs"] and slow.start == "grid", "steps are still slow"
     shutil.rmtree(tmp_path / "first")
     assert resume(lab.name, tmp_path / "second", total_timesteps=1024)["steps"] == 1024, "it needs the other no more"
 
