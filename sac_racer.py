@@ -169,7 +169,7 @@ PRESETS = {  # other defaults, for commands that ask for them
     "random tracks": {  # --random-tracks: none of them is known by heart
         "start": "anywhere", "off_road_price": 3.0, "hidden": 96, "hide_arc": True, "eval_every": 500_000,
     },
-    "start from": {"total_timesteps": 300_000, "learning_rate": 3e-4, "actor_learning_rate": 3e-4},
+    "start from": {"total_timesteps": 300_000, "start": "anywhere", "learning_rate": 3e-4, "actor_learning_rate": 3e-4},
 }  # fmt: skip
 LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
 MOST_THROTTLE = 0.99  # where --init-throttle ends, of [-1, 1]: at 1 the mean before squashing would be infinite
