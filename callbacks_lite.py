@@ -435,6 +435,7 @@ def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "chec
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds: truncated, no checkpoint at all, a pickle with code in it
         reason = str(error).strip()[:120].partition("\n")[0]
+        reason = "not a file of tensors" if reason.startswith("Weights only") else reason
         other = "checkpoint.pt" if "best" in path.name else "best.pt"
         found = f"{path} is no checkpoint, or a damaged one ({reason})"
         raise ValueError(f"{found}. Nothing in it was run. Take another, e.g. {other} beside it") from error
