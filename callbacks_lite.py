@@ -393,7 +393,8 @@ def _must_fit():
     try:
         yield
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"the checkpoint does not fit this program or its settings: {error}") from error
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(f"the checkpoint does not fit this program or its settings: {reason}") from error
 
 
 def restored(saved, own):
@@ -979,6 +980,7 @@ def load_driver(path: Path, args, algorithm: str, make_agent: Callable) -> torch
 def evaluate_driver(args, algorithm: str, make_agent: Callable) -> list[dict]:
     """`--evaluate`: whole episodes of a trained driver, on the tracks of its training unless others are given."""
     agent, results = load_driver(args.evaluate, args, algorithm, make_agent), []
+    torch.set_num_threads(1)  # as in training
     if args.json:
         args.json.touch()  # fail now, not after the drive
     say(f"{args.episodes} episodes a track, from {'the grid' if args.start == 'grid' else 'anywhere'}")
