@@ -48,7 +48,7 @@ import torch.distributed as dist
 import tyro
 
 from racer_bridge import CONNECT_TIMEOUT_S, BridgeError
-from racer_env import LONGEST_PAUSE_S, RacerVectorEnv, difference_from_twin
+from racer_env import LONGEST_PAUSE_S, RacerVectorEnv, difference_from_twin, retry_pause_s
 from racer_laps import (
     MANY_TRACKS, RaceStats, describe, describe_all, eval_metrics, evaluate, fastest_lap, hand_written_rewards, lines_of,
     score, summarize,
@@ -276,8 +276,13 @@ def be_patient(retries: int) -> None:
         _group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
 
 
+def remember(key: str, value: str) -> None:
+    """Tell it to torchrun's next attempt, if there is one."""
+    if _store is not None:
+        _store.set(key, value)
+
+
 def remembered(key: str) -> str | None:
-    """What an earlier attempt of torchrun has put into the store."""
     return _store.get(key).decode() if _store is not None and _store.check([key]) else None
 
 
@@ -492,8 +497,15 @@ def make_run_folder(algorithm: str, args) -> Path:
         (folder / "args.json").write_text(json.dumps({"args": plain_settings(args), **provenance()}, indent=2))
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); choose another --run-dir") from error
-    if _store is not None:
-        _store.set("folder", str(folder))
+    remember("folder", str(folder))
+    return folder
+
+
+def resumed_folder(path: Path) -> Path:
+    """The run folder to go on in."""
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "args.json").exists():
+        raise ValueError(f"{folder} is no run folder (it has no args.json); put the checkpoint into one")
     return folder
 
 
@@ -559,7 +571,7 @@ class Run:
                 scaler.begin_anew()
             self.folder = from_first(make_run_folder, self.algorithm, args)
         else:
-            self.folder = args.resume if args.resume.is_dir() else args.resume.parent
+            self.folder = from_first(resumed_folder, args.resume)
             self._restore(from_first(load_checkpoint, args.resume, self.algorithm))
         for part in self.parts.values():
             if isinstance(part, torch.nn.Module):  # other machines may round otherwise
@@ -572,11 +584,15 @@ class Run:
 
     def _difference_from_twin(self) -> str:
         """Why the embedded engine cannot stand for the game in evaluations, if so."""
-        args = self.args
-        for track in args.track_id if args.bridge_url else ():
-            if difference := difference_from_twin(track, args.config_path, args.bridge_url[0]):
-                return difference
-        return ""
+        args, url = self.args, self.args.bridge_url[:1]
+        for attempt in range(args.bridge_retries + 1):
+            try:
+                found = (difference_from_twin(track, args.config_path, url[0]) for track in args.track_id if url)
+                return next((text for text in found if text), "")
+            except BridgeError:
+                if attempt == args.bridge_retries:
+                    raise
+                time.sleep(retry_pause_s(attempt))
 
     def _restore(self, checkpoint: dict) -> None:
         if checkpoint["config"] != self.envs.config:
@@ -758,8 +774,8 @@ class Run:
                 "parts": parts,
                 "run": {"steps": self.steps, "seconds_before": self.seconds, "best": self.best},
             }
-            if rank() == 0 and _store is not None and name == "checkpoint.pt":
-                _store.set("saved", str(self.folder.resolve()))  # for torchrun's next attempt
+            if rank() == 0 and name == "checkpoint.pt":
+                remember("saved", str(self.folder.resolve()))
             self.saved = from_first(write_checkpoint, self.folder / name, checkpoint)
         return self.saved
 

@@ -160,8 +160,8 @@ class EmbeddedCars:
     """
 
     def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, start: str, first_car: int = 0):
-        self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
         self.sim = RacerSim(num_cars, track_ids, config, start, first_car=first_car)
+        self.track_ids = [track_ids[number] for number in self.sim.track]
         self.off_road = np.zeros(num_cars, bool)
 
     def reset(self, cars: np.ndarray, seeds: Sequence[int] | None = None):
@@ -180,6 +180,11 @@ class EmbeddedCars:
 
     def close(self) -> None:
         pass
+
+
+def retry_pause_s(failures: int) -> float:
+    """How long to wait before connecting again, after so many failures in a row."""
+    return min(2.0**failures, LONGEST_PAUSE_S)
 
 
 def as_names(value, argument: str, hint: str) -> list[str]:
@@ -599,7 +604,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         """
         self.bridge_faults += 1
         while self._failures_in_a_row < self.retries:
-            until = time.monotonic() + min(2.0**self._failures_in_a_row, LONGEST_PAUSE_S)
+            until = time.monotonic() + retry_pause_s(self._failures_in_a_row)
             self._failures_in_a_row += 1
             logger.warning(f"{error}\nConnecting again (retry {self._failures_in_a_row} of {self.retries})")
             while self.retries and time.monotonic() < until:

@@ -29,6 +29,10 @@ def short_timeouts(monkeypatch):
     monkeypatch.setattr(racer_bridge, "CONNECT_TIMEOUT_S", 1.5)
 
 
+def test_the_promised_timeouts():
+    assert (racer_bridge.CONNECT_TIMEOUT_S, racer_bridge.REPLY_TIMEOUT_S) == (10.0, 30.0)
+
+
 # -- the same environment ----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""One tick of the car: worked out by hand, from injected states against the slow engine, and the state's way out and in."""
+"""Cars in a batch, their states, starts and laps. (What a tick does is held against the recorded game: test_parity.py.)"""
 
 from __future__ import annotations
 

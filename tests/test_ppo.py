@@ -102,7 +102,8 @@ def test_a_batch_is_of_scaled_rewards_each_kind_of_end_and_values_of_true_last_o
     batch, _ = make_batch(agent, storage, scaler, Args(gamma=0.8, gae_lambda=0.7))
     ((rewards, values, next_values, *ends, gamma, gae_lambda),) = seen
     np.testing.assert_allclose(rewards, storage.rewards * scaler.scale)
-    assert scaler.returns[0] == 0 != scaler.returns[1] and (gamma, gae_lambda) == (0.8, 0.7)
+    np.testing.assert_allclose(scaler.returns, [0, storage.rewards[2, 1] * 2000], err_msg="reset at either end")
+    assert (gamma, gae_lambda) == (0.8, 0.7)
     assert ends[0] is storage.terminated and ends[1] is storage.truncated
     advantages, returns = compute_gae(*seen[0])
     for name, expected in (("advantages", advantages), ("returns", returns)):

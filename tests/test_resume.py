@@ -159,6 +159,14 @@ def test_best_pt_resumes_bit_for_bit_too(lab, tmp_path, straight):
 
 
 @mostly_shared
+def test_a_loose_checkpoint_is_not_resumed_among_other_files(lab, tmp_path, straight):
+    shutil.copy(straight / "best.pt", tmp_path / "keep.pt")
+    with pytest.raises(ValueError, match=r"is no run folder \(it has no args\.json\)"):
+        lab.resume(tmp_path / "keep.pt")
+    assert [file.name for file in tmp_path.iterdir()] == ["keep.pt"]
+
+
+@mostly_shared
 def test_a_finished_run_says_that_there_is_nothing_to_do(lab, tmp_path, straight, capsys):
     shutil.copytree(straight, tmp_path / "run")
     lab.resume(tmp_path / "run")
@@ -484,13 +492,26 @@ def test_a_run_that_began_on_the_engine_goes_on_in_the_game(lab, tmp_path, good_
 
 
 @mostly_shared
-def test_a_fault_before_the_first_tick_leaves_nothing(lab, tmp_path, good_bridge):
+def test_a_fault_before_the_first_tick_leaves_nothing_and_is_retried(lab, tmp_path, good_bridge, monkeypatch):
     url = f"{good_bridge.url}/?fault=cut&after=30"
     settings = {**lab.bridge, "bridge_url": (url,), "config_path": short_episodes(tmp_path, 60)}
     folder = tmp_path / "runs"
     with pytest.raises(BridgeError, match="after 30 steps"):
         lab.train(folder, **settings)
     assert not folder.exists()
+    tries, waits, sleep = [], [], time.sleep
+    # Shorter ones are those of other threads.
+    monkeypatch.setattr(callbacks_lite.time, "sleep", lambda s: waits.append(s) if s >= 1 else sleep(s))
+
+    def flaky(*arguments):
+        tries.append(1)
+        if len(tries) < 3:
+            raise BridgeError("gone")
+
+    monkeypatch.setattr(callbacks_lite, "difference_from_twin", flaky)
+    args = args_of(lab.name, run_dir=folder, bridge_url=(good_bridge.url,), bridge_retries=2, **{
+        **TINY_BRIDGE[lab.name], "total_timesteps": 100, "config_path": short_episodes(tmp_path, 60)})  # fmt: skip
+    assert lab.module.train(args)["finished"] and len(tries) == 3 and waits == [1.0, 2.0]
 
 
 def test_a_driver_drives_the_same_on_both_backends(lab, straight, good_bridge):

@@ -1,4 +1,4 @@
-"""SAC's parts against their definitions, each with the wrong variant asserted to differ; and that it learns."""
+"""SAC's parts against their definitions and numbers worked out by hand; and that it learns."""
 
 from __future__ import annotations
 
