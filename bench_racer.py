@@ -325,16 +325,14 @@ def run_command(name: str, words: list[str], folder: Path) -> dict:
     best, tag = result["best"], "eval/flying_lap_time_sec"
     rows = [row for row in read_csv(folder / "run" / "metrics.csv") if row["eval/mean_reward"]]
     evaluations = [(int(row["step"]), float(row.get(tag) or "inf")) for row in rows]
-    beaten = (
-        int(row["step"]) / float(row["time/fps"]) for row in rows if float(row.get(tag) or "inf") < PUBLISHED_LAP_SEC
-    )
-    seconds_to_lap = next((result["before"] + in_the_run for in_the_run in beaten), None)
+    ends = [result["before"] + int(row["step"]) / float(row["time/fps"]) for row in rows]
+    beaten = (end for end, (_, lap) in zip(ends, evaluations, strict=True) if lap < PUBLISHED_LAP_SEC)
     return {
         "steps": result["steps"],
         "seconds": seconds,
         "steps_per_sec": result["steps"] / seconds,
         "loop_steps_per_sec": result["steps_per_sec"],
-        "seconds_to_lap": seconds_to_lap,
+        "seconds_to_lap": next(beaten, None),
         "flying_lap_sec": best[0]["flying_lap_sec"] if best else None,
         "clock": result["clock"],
         "results": best,
