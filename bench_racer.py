@@ -51,10 +51,10 @@ import torch
 import tyro
 
 from callbacks_lite import load_checkpoint, load_driver, read_csv, saved_args
-from racer_bridge import BridgeError
+from racer.game.bridge import BridgeError
 from racer_env import RacerVectorEnv, load_config
-from racer_laps import describe, evaluate, full_throttle, summarize
-from racer_sim import TICKS_PER_SECOND, TRACKS
+from racer.training.evaluation import describe, evaluate, full_throttle, summarize
+from racer.game.sim import TICKS_PER_SECOND, TRACKS
 
 PUBLISHED_BRIDGE_STEPS_PER_SEC = 3_980  # what the game's authors report for their bridge on a desktop, one connection
 PUBLISHED_LAP_SEC = 442 / TICKS_PER_SECOND  # their published driver's flying lap on track-01

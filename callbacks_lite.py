@@ -47,13 +47,13 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from racer_bridge import CONNECT_TIMEOUT_S, BridgeError
+from racer.game.bridge import CONNECT_TIMEOUT_S, BridgeError
 from racer_env import LONGEST_PAUSE_S, RacerVectorEnv, difference_from_twin, retry_pause_s
-from racer_laps import (
+from racer.training.evaluation import (
     MANY_TRACKS, RaceStats, describe, describe_all, eval_metrics, evaluate, fastest_lap, hand_written_rewards, lines_of,
     score, summarize,
 )  # fmt: skip
-from racer_sim import OBS_HIGH, OBS_LOW, OBS_SIZE
+from racer.game.sim import OBS_HIGH, OBS_LOW, OBS_SIZE
 
 CHECKPOINT_FORMAT = 3
 MAY_CHANGE = (  # when a run is resumed
@@ -726,7 +726,7 @@ class Run:
         """A lap of every track as a racing line or as a replay, to TensorBoard and the run folder. Errors only warn."""
         try:
             with self.clock("pictures"):
-                from racer_view import draw_lap, save_picture
+                from racer.view.pictures import draw_lap, save_picture
 
                 for lap in laps:
                     name = Path(lap["track_id"]).stem

@@ -35,12 +35,12 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from racer_bridge import RESET_INFO, STEP_INFO, BridgeCars, BridgeError
-from racer_sim import (
+from racer.game.bridge import RESET_INFO, STEP_INFO, BridgeCars, BridgeError
+from racer.game.sim import (
     DEFAULT_CONFIG, NUM_RAYS, OBS_HIGH, OBS_LOW, OBS_NAMES, STARTS, TICKS_PER_SECOND, TRACKS, RacerSim, is_finite,
     load_track, start_of,
 )  # fmt: skip
-from racer_sim import OBS_SIZE as OBS_SIZE  # trainers have it from here
+from racer.game.sim import OBS_SIZE as OBS_SIZE  # trainers have it from here
 
 # == 1  The contract ===================================================================================================
 
@@ -688,7 +688,7 @@ def _with_masks(info: dict[str, np.ndarray], mask: np.ndarray) -> dict:
 
 def make_camera(cars, config: dict):
     """For render(): it watches the embedded cars, or embedded twins of cars on a bridge."""
-    from racer_view import Camera
+    from racer.view.pictures import Camera
 
     if isinstance(cars, BridgeCars):
         return Camera(RacerSim(len(cars.track_ids), cars.track_ids, config), is_twin=True)

@@ -27,9 +27,9 @@ sys.path.insert(0, str(HERE.parent))
 
 from bench_racer import hand_written, trained  # noqa: E402
 from callbacks_lite import read_csv  # noqa: E402
+from racer.training.evaluation import BEST_REWARD, evaluate, fastest_lap  # noqa: E402
+from racer.view.pictures import draw_lap  # noqa: E402
 from racer_env import RacerVectorEnv  # noqa: E402
-from racer_laps import BEST_REWARD, evaluate, fastest_lap  # noqa: E402
-from racer_view import draw_lap  # noqa: E402
 
 RUNS = HERE / "runs"
 THREE = "--track-id track-01 track-02 track-03 --seed 101"

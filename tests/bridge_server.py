@@ -26,8 +26,8 @@ import websockets
 from websockets.asyncio.server import serve as serve_websocket
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import racer_sim
-from racer_sim import DEFAULT_CONFIG, TRACKS, RacerSim
+from racer.game import sim as racer_sim
+from racer.game.sim import DEFAULT_CONFIG, TRACKS, RacerSim
 
 # What is sent instead of a step's reply. A function of the proper reply (a dict) gives text or bytes.
 BAD_REPLIES = {

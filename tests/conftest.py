@@ -18,7 +18,7 @@ import ppo_racer
 import sac_racer
 from bench_racer import drive  # noqa: F401  the tests take it from here
 from callbacks_lite import load_checkpoint, read_args
-from racer_sim import DEFAULT_CONFIG
+from racer.game.sim import DEFAULT_CONFIG
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent

@@ -1,7 +1,7 @@
 """The game's rules once more, one car at a time and by brute force: the oracle for the fast engine.
 
 Written for comparison, not for speed: plain floats, every wall tested by every ray, the game's own ternary search for the
-projection. It shares no code and no table with racer_sim.py, so the two can only agree by both being right.
+projection. It shares no code and no table with racer/game, so the two can only agree by both being right.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from conftest import TINY, short_episodes
 import bench_racer
 import sac_racer
 from bench_racer import Args, lean, main, run_benchmark
+from racer.game.sim import TRACKS, RacerSim
 from racer_env import RacerVectorEnv
-from racer_sim import TRACKS, RacerSim
 
 KEYS = {"steps_per_sec", "mean_ms", "p50_ms", "p95_ms", "p99_ms", "passed"}
 QUICK = {"steps": 5, "warmup": 2, "repeats": 1}

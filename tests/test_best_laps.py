@@ -11,9 +11,9 @@ from conftest import args_of
 
 import ppo_racer
 from callbacks_lite import evaluate_driver
+from racer.game.sim import TRACKS, RacerSim
+from racer.training.evaluation import BEST_LAP_TICKS, BEST_REWARD, Episode, describe, eval_metrics, summarize
 from racer_env import DEFAULT_CONFIG_PATH, load_config
-from racer_laps import BEST_LAP_TICKS, BEST_REWARD, Episode, describe, eval_metrics, summarize
-from racer_sim import TRACKS, RacerSim
 
 ROOT = Path(__file__).resolve().parent.parent
 FASTEST = ROOT / "ai-config-fastest.json"

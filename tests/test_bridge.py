@@ -14,11 +14,11 @@ from bridge_server import BAD_REPLIES, RAW_FRAMES
 from conftest import drive, short_episodes
 from gymnasium.utils.env_checker import check_env
 
-import racer_bridge
 import racer_env
-from racer_bridge import BridgeCars, BridgeError
+from racer.game import bridge as racer_bridge
+from racer.game.bridge import BridgeCars, BridgeError
+from racer.game.sim import TRACKS, RacerSim
 from racer_env import RacerEnv, RacerVectorEnv, difference_from_twin
-from racer_sim import TRACKS, RacerSim
 
 GO = np.array([0.0, 1.0, 0.0])
 

@@ -13,7 +13,7 @@ from conftest import MODULES, ROOT, args_of, both
 
 import sac_racer
 from callbacks_lite import help_text, make_envs
-from racer_sim import TRACKS
+from racer.game.sim import TRACKS
 
 COMMANDS = ["bench_racer.py", "ppo_racer.py", "sac_racer.py"]
 
@@ -153,7 +153,7 @@ def test_what_pip_installs_is_what_the_requirements_name_and_every_module():
 
 def test_the_engine_needs_numpy_only():
     blocked = "import sys; sys.modules.update(dict.fromkeys(['gymnasium', 'websocket', 'torch', 'PIL', 'tyro']))\n"
-    result = run("-c", blocked + "from racer_sim import RacerSim; print(RacerSim(2).reset().shape)")
+    result = run("-c", blocked + "from racer.game.sim import RacerSim; print(RacerSim(2).reset().shape)")
     assert result.returncode == 0 and "(2, 14)" in result.stdout, result.stderr
 
 

@@ -14,6 +14,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import racer_env
+from racer.game.sim import DEFAULT_CONFIG, OBS_SIZE
 from racer_env import (
     DEFAULT_CONFIG_PATH,
     OBS_NAMES,
@@ -23,7 +24,6 @@ from racer_env import (
     RewardScaler,
     load_config,
 )
-from racer_sim import DEFAULT_CONFIG, OBS_SIZE
 
 COAST = np.zeros(3, np.float32)
 WEIGHTS = DEFAULT_CONFIG["weights"]

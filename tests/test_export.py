@@ -12,8 +12,8 @@ import torch
 from conftest import MODULES, TINY, args_of, both, one_in_short
 
 from callbacks_lite import export_driver, load_driver
+from racer.training.evaluation import evaluate
 from racer_env import ACTION_HIGH, ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, RacerVectorEnv
-from racer_laps import evaluate
 
 
 def trained(name: str, folder: Path, **settings) -> Path:

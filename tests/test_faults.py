@@ -18,13 +18,13 @@ from conftest import MODULES, TINY, TINY_BRIDGE, Server, both, load, resume, sho
 from fuzz_server import expected, replies
 
 import ppo_racer
-import racer_bridge
 import racer_env
 import sac_racer
 from callbacks_lite import Clock, Run, read_csv
-from racer_bridge import BridgeConnection, BridgeError
+from racer.game import bridge as racer_bridge
+from racer.game.bridge import BridgeConnection, BridgeError
+from racer.training.evaluation import RaceStats, evaluate
 from racer_env import RacerVectorEnv
-from racer_laps import RaceStats, evaluate
 
 SMALL = {"eval_every": 4096, "checkpoint_every": 1024, "start": "anywhere", "run_name": "run"}
 BRIDGE = {"checkpoint_every": 200, "run_name": "run", "total_timesteps": 2000}
@@ -128,7 +128,8 @@ def test_a_folder_that_goes_away_in_the_middle_of_a_run_stops_nothing(start, tmp
 def test_a_bridge_fault_saves_and_exits_with_3(start, bridge, tmp_path, name, fault):
     script = tmp_path / "impatient.py"
     script.write_text(
-        f"import sys, racer_bridge, {name}_racer as t\nracer_bridge.REPLY_TIMEOUT_S = 1.5\nsys.exit(t.main())\n"
+        f"import sys, {name}_racer as t\nfrom racer.game import bridge\n"
+        "bridge.REPLY_TIMEOUT_S = 1.5\nsys.exit(t.main())\n"
     )
     url = bridge("--fault", fault, "--after", "250").url
     process = start(name, script=script, **on_bridge(name, tmp_path, bridge_url=url))

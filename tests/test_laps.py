@@ -7,8 +7,8 @@ import pytest
 from conftest import drive, short_episodes
 
 from callbacks_lite import MetricsLogger
-from racer_env import RacerVectorEnv
-from racer_laps import (
+from racer.game.sim import REWARD_PARTS, TICKS_PER_SECOND, RacerSim, load_track
+from racer.training.evaluation import (
     Episode,
     RaceStats,
     describe,
@@ -20,7 +20,7 @@ from racer_laps import (
     hand_written_rewards,
     summarize,
 )
-from racer_sim import REWARD_PARTS, TICKS_PER_SECOND, RacerSim, load_track
+from racer_env import RacerVectorEnv
 
 # -- laps and episodes -------------------------------------------------------------------------------------------------
 

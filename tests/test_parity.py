@@ -10,7 +10,7 @@ import pytest
 from conftest import drive, hold_random_inputs
 from slow_engine import SlowCar, SlowTrack
 
-from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TRACKS, RacerSim, Track
+from racer.game.sim import DEFAULT_CONFIG, REWARD_PARTS, TRACKS, RacerSim, Track
 
 TRACES = sorted((Path(__file__).parent / "golden").glob("track-*-*.npz"))
 assert len(TRACES) == 15
@@ -75,7 +75,7 @@ def test_the_traces_would_catch_a_wrong_constant(monkeypatch):
     wrong = {"STEER_FADE": 0.0251, "SLIDE_KEEP": 0.701, "DRAG": 2.001, "PUSH_SLIDE": 0.81, "BOUNCE": 0.081}
     for name, value in wrong.items():
         with monkeypatch.context() as patch:
-            patch.setattr(f"racer_sim.{name}", value)
+            patch.setattr(f"racer.game.sim.{name}", value)
             mine = replay(RacerSim(1), trace["actions"][:400])
         assert np.abs(mine["observations"][:, :12] - trace["observations"][:401, :12]).max() > 1e-7, name
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import hold_random_inputs
 
-from racer_sim import GATES, TRACKS, RacerSim, load_track
+from racer.game.sim import GATES, TRACKS, RacerSim, load_track
 
 FULL_THROTTLE = np.array([[0.0, 1.0, 0.0]])
 

@@ -26,8 +26,8 @@ from ppo_racer import (
     train,
     update,
 )
+from racer.training.evaluation import evaluate
 from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE, RacerVectorEnv, RewardScaler
-from racer_laps import evaluate
 
 
 def small(tmp_path, **changes) -> Args:

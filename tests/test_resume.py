@@ -32,10 +32,10 @@ from conftest import (
 
 import callbacks_lite
 from callbacks_lite import Run, evaluate_driver, load_driver, read_csv
-from racer_bridge import BridgeError
+from racer.game.bridge import BridgeError
+from racer.game.sim import TRACKS
+from racer.training.evaluation import evaluate
 from racer_env import RacerVectorEnv
-from racer_laps import evaluate
-from racer_sim import TRACKS
 
 
 class Lab:

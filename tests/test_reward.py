@@ -9,7 +9,7 @@ import pytest
 from conftest import drive, make_config
 from slow_engine import SlowTrack
 
-from racer_sim import TRACKS, RacerSim, load_track
+from racer.game.sim import TRACKS, RacerSim, load_track
 
 STILL = np.zeros((1, 3))
 

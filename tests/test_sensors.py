@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from slow_engine import SlowTrack, between_the_walls
 
-from racer_sim import RAY_ANGLES, RAY_RANGE, TRACKS, WALL_TOUCH, RacerSim, Track, World, load_track
+from racer.game.sim import RAY_ANGLES, RAY_RANGE, TRACKS, WALL_TOUCH, RacerSim, Track, World, load_track
 
 HAIRPINS = [(0, 0, 18), (220, 0, 18), (260, 40, 12), (220, 80, 18), (60, 80, 14), (30, 110, 9), (60, 140, 14), (220, 150, 20),
             (260, 230, 22), (100, 300, 24), (-120, 220, 24), (-140, 60, 22)]  # fmt: skip

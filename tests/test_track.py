@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from slow_engine import SlowTrack, between_the_walls
 
-from racer_sim import RANDOM_HALF_WIDTH, TRACKS, RacerSim, Track, World, load_track
+from racer.game.sim import RANDOM_HALF_WIDTH, TRACKS, RacerSim, Track, World, load_track
 
 OVAL = [[0, 0, 20], [200, 0, 20], [300, 100, 15], [200, 200, 20], [0, 200, 20], [-100, 100, 20]]
 

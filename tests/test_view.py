@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from conftest import drive, short_episodes
 
-import racer_view
+from racer.game.sim import TICKS_PER_SECOND, TRACKS, RacerSim, load_track
+from racer.view import pictures as racer_view
+from racer.view.pictures import SCALE, Painter, draw_lap, lap_replay, racing_line
 from racer_env import RacerEnv, RacerVectorEnv
-from racer_sim import TICKS_PER_SECOND, TRACKS, RacerSim, load_track
-from racer_view import SCALE, Painter, draw_lap, lap_replay, racing_line
 
 
 @pytest.mark.parametrize("track", TRACKS)

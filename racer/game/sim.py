@@ -1,6 +1,6 @@
 """The racing game's engine, embedded: N cars in lockstep, in NumPy, with the game's own numbers.
 
-    from racer_sim import RacerSim
+    from racer.game.sim import RacerSim
     sim = RacerSim(num_cars=1024, tracks=["track-01"])
     observations = sim.reset()
     observations, rewards, terminated, truncated = sim.step(actions)      # actions: (N, 3) steer, throttle, brake

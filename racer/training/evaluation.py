@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from racer_bridge import BridgeError
+from racer.game.bridge import BridgeError
 from racer_env import RacerVectorEnv
-from racer_sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND
+from racer.game.sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND
 
 # The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
 # and direct search; the inputs that drive them are in tests/golden/best-laps.

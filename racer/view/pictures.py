@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from racer_sim import MAX_SPEED, SHOULDER_WIDTH, TICKS_PER_SECOND, RacerSim, Track, load_track
+from racer.game.sim import MAX_SPEED, SHOULDER_WIDTH, TICKS_PER_SECOND, RacerSim, Track, load_track
 
 PICTURE_SIZE = 800  # pixels along the longer side of a track
 REPLAY_SIZE = 480

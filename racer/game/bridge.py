@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import websocket
 
-from racer_sim import (
+from racer.game.sim import (
     CENTRELINE_RANGE, OBS_HIGH, OBS_LOW, OBS_NAMES, OBS_SIZE, REWARD_PARTS, TRACKS, is_finite, load_track, start_of,
 )  # fmt: skip
 

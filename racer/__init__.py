@@ -1,0 +1,1 @@
+"""What surrounds the trainers: the game, training, and what people look at."""

@@ -1,0 +1,1 @@
+"""What a car drives on: the rules, the tracks, the embedded engine, the bridge to the real game. NumPy only, but for the bridge."""

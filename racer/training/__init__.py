@@ -1,0 +1,1 @@
+"""What surrounds learning: runs, checkpoints, processes, evaluation, the command line."""
