@@ -1,25 +1,24 @@
 """How fast it is and how well it drives, measured on this machine.
 
-    python bench_racer.py                                     # the first three tables, about two and a half minutes
+    python bench_racer.py                                     # the first two tables, about two minutes
     python bench_racer.py --only environment                  # the first, 20 seconds
     python bench_racer.py --only training --runs 3            # medians of three seeds
-    python bench_racer.py --only drivers                      # what a driver that has learned nothing reaches
+    python bench_racer.py --only drivers                      # what the hand-written driver reaches
     python bench_racer.py --only drivers --checkpoint runs/NAME/best.pt      # and a trained one beside it
     python bench_racer.py --only results --seeds 101 110      # the README's results: every command with ten seeds, an hour
     python bench_racer.py --bridge-url ws://localhost:9876    # the real game, 1 and --num-envs connections
     python bench_racer.py --json out.json                     # every number, for a machine to read
 
-Every row is the median of its repeats, beside their spread: (fastest - slowest) / median.
+Every row is the median of its repeats, beside their spread, (fastest - slowest) / median.
 
     environment  steps/s of the embedded engine with 1 to 4,096 cars; within a repeat, --steps calls of step() are timed
                  after --warmup that are not. What drives the cars is not timed
-    learning     optimiser updates/s of each algorithm on samples that are there already, at its default settings
     training     each algorithm's default command as a process of its own, from its start to its end: steps/s, the seconds
-                 to a lap faster than the published driver's 7.367 s on track-01, and where the time of a step goes
+                 to a lap faster than the published driver's 7.367 s on track-01, and where the time goes
     drivers      an episode from the grid on every track: laps, reward, time off the road
     results      what the README's commands reach with each of --seeds, as processes of their own: median and worst of the
-                 best driver's flying lap and reward, time off the road, and the steps from which laps under the published
-                 driver's hold in every evaluation; for --random-tracks, the same of tracks that it has never seen
+                 best driver's flying lap and reward, time off the road, and the steps after which every evaluation is faster
+                 than the published driver; for --random-tracks, the same on tracks that the driver has never seen
 
 Exit code: 0 if the environment's fastest row reaches --target steps/s, 1 if not, 2 if something could not be measured
 (no bridge, a bad flag).
@@ -38,6 +37,7 @@ import math
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,31 +47,34 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 import tyro
 
-from callbacks_lite import load_checkpoint, load_driver, read_csv, saved_args
+from racer.training.checkpoints import load_checkpoint, saved_args
+from racer.training.drivers import load_driver
+from callbacks_lite import read_csv
 from racer.game.bridge import BridgeError
-from racer_env import RacerVectorEnv, load_config
-from racer.training.evaluation import describe, evaluate, full_throttle, summarize
-from racer.game.sim import TICKS_PER_SECOND, TRACKS
+from racer_env import RacerVectorEnv
+from racer.game.config import load_config
+from racer.training.evaluation import (
+    GAINS, OFFSETS, describe, evaluate, hand_written_episodes, score, summarize,
+)  # fmt: skip
+from racer.game.rules import TICKS_PER_SECOND
+from racer.game.tracks import TRACKS
 
 PUBLISHED_BRIDGE_STEPS_PER_SEC = 3_980  # what the game's authors report for their bridge on a desktop, one connection
 PUBLISHED_LAP_SEC = 442 / TICKS_PER_SECOND  # their published driver's flying lap on track-01
 CAR_COUNTS = (1, 16, 64, 256, 1_024, 4_096)
 EMBEDDED_TARGET, BRIDGE_TARGET = 1_000_000.0, 1_000.0
 ALGORITHMS = ("ppo", "sac")
-USUAL_TABLES = ("environment", "learning", "training")
-LEARNING_S = 1.0  # how long a repeat of learning takes
-GAINS, OFFSETS = (0.25, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0), (-0.1, -0.03, 0.0, 0.03)  # of the hand-written driver
+USUAL_TABLES = ("environment", "training")
 HERE = Path(__file__).resolve().parent
 
 
 @dataclasses.dataclass
 class Args:
-    """Measure the environment, learning and training; the real game behind a bridge; or drivers."""
+    """Measure the environment and training; the real game behind a bridge; or drivers."""
 
-    only: tuple[Literal["environment", "learning", "training", "drivers", "results"], ...] = USUAL_TABLES
+    only: tuple[Literal["environment", "training", "drivers", "results"], ...] = USUAL_TABLES
     """the tables to measure"""
     checkpoint: tuple[Path, ...] = ()
     """drivers: trained drivers to drive beside the hand-written one, checkpoints or run folders"""
@@ -123,35 +126,25 @@ def lean(observations: np.ndarray) -> np.ndarray:
     return np.stack([side, np.full(len(side), 0.6), np.zeros(len(side))], axis=1)
 
 
-def hand_written(track: str) -> tuple[dict, dict]:
-    """What it reaches on a track from the grid: with its one setting, and with the best of 28 by reward."""
-    gain, offset = (values.ravel() for values in np.meshgrid(GAINS, OFFSETS))
-    envs = RacerVectorEnv(len(gain), track)
-    episodes = evaluate(lambda obs: full_throttle(obs, gain, offset), envs, [track])
-    results = [summarize([episode], envs.config) for episode in episodes]
-    one = next(r for r, g, o in zip(results, gain, offset, strict=True) if (g, o) == (1.0, 0.0))
-    return one, max(results, key=lambda result: result["mean_reward"])
-
-
 def trained(path: Path):
     """The driver in a checkpoint of either algorithm."""
     saved = load_checkpoint(path, None, "best.pt")
     trainer = importlib.import_module(f"{saved['algorithm']}_racer")
     args = saved_args(trainer.Args, saved["args"])
-    return load_driver(path, args, saved["algorithm"], trainer.make_agent).drive
+    return load_driver(path, saved["algorithm"], trainer.make_agent(args)).drive
 
 
 def bench_drivers(args: Args) -> list[dict]:
-    rows, trained_drivers = [], [(str(path), trained(path)) for path in args.checkpoint]
-    for track in args.track_id or TRACKS:
-        one, best = hand_written(track)
-        found = [("hand-written", one), (f"hand-written, best of {len(GAINS) * len(OFFSETS)}", best)]
-        for label, driver in trained_drivers:
-            envs = RacerVectorEnv(1, track)
-            found.append((label, summarize(evaluate(driver, envs, [track]), envs.config)))
-        for label, result in found:
-            rows.append({"label": label, **result})
-            print(f"{label:<26}  {describe(result)}", flush=True)
+    rows, config, tracks = [], load_config(), args.track_id or tuple(TRACKS)
+    trained_drivers = [(str(path), trained(path)) for path in args.checkpoint]
+    hand_written = hand_written_episodes(tracks)
+    for track in tracks:
+        default, best = hand_written[track]
+        found = [("hand-written", default), (f"hand-written, best of {len(GAINS) * len(OFFSETS)}", best)]
+        found += [(label, evaluate(drive, RacerVectorEnv(1, track), [track])[0]) for label, drive in trained_drivers]
+        for label, episode in found:
+            rows.append({"label": label, **summarize([episode], config, score([best]))})
+            print(f"{label:<26}  {describe(rows[-1])}", flush=True)
     return rows
 
 
@@ -222,75 +215,7 @@ def bench_environment(args: Args, target: float) -> list[dict]:
     return rows
 
 
-# -- 2 learning alone ------------------------------------------------------------------------------------------------------
-
-
-def bench_learning(args: Args) -> list[dict]:
-    """Updates/s: optimiser steps of all networks, on samples that are there already."""
-    learners = {"ppo_racer.py": ppo_learner, "sac_racer.py": sac_learner}
-    rows = []
-    print(f"\n{'learning':<24}{'updates/s':>11} {'spread':>7} {'samples/s':>14}")
-    torch.set_num_threads(1)  # as the trainers do
-    for label, make in learners.items():
-        learn, updates, samples = make()
-        learn()
-        rates = []
-        for _ in range(args.repeats):
-            count, begun = 0, time.perf_counter()
-            while not count or time.perf_counter() - begun < LEARNING_S:
-                learn()
-                count += 1
-            rates.append({"rate": count / (time.perf_counter() - begun)})
-        row = {"label": label, **median_row(rates, "rate")}
-        row |= {"updates_per_sec": row["rate"] * updates, "samples_per_sec": row["rate"] * samples}
-        rows.append(row)
-        numbers = f"{row['updates_per_sec']:>11,.0f} {row['spread']:>7.1%} {row['samples_per_sec']:>14,.0f}"
-        print(f"{label:<24}{numbers}", flush=True)
-    return rows
-
-
-def ppo_learner():
-    """PPO's update on a rollout, at the default settings. -> the function, its updates, its samples"""
-    import ppo_racer as trainer
-
-    args, generator = trainer.Args(), torch.Generator().manual_seed(0)
-    agent, count = trainer.make_agent(args), args.steps_per_iteration
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
-    shapes = {"normalized_obs": (14,), "actions": (3,), "advantages": (), "returns": ()}
-    batch = {name: torch.randn(count, *shape, generator=generator) for name, shape in shapes.items()}
-    batch["logprobs"] = torch.full((count,), -3.0)
-    samples = args.update_epochs * count
-
-    def learn():
-        trainer.update(agent, optimizer, batch, args.ent_coef, args, generator)
-
-    return learn, samples // args.minibatch_size, samples
-
-
-def sac_learner():
-    """SAC's update after a choice of all cars, at the default settings: the critics' steps are counted."""
-    import sac_racer as trainer
-
-    args, generator = trainer.Args(), torch.Generator().manual_seed(0)
-    agent, count = trainer.make_agent(args), args.updates * args.batch_size
-    optimizers = trainer.make_optimizers(agent, args)
-    shapes = {"obs": (14,), "next_obs": (14,), "actions": (3,), "rewards": (), "discounts": ()}
-    samples = {name: torch.rand(count, *shape, generator=generator) for name, shape in shapes.items()}
-    return lambda: trainer.update(agent, *optimizers, samples, args, generator), args.updates, count
-
-
-# -- 3 training ------------------------------------------------------------------------------------------------------------
-
-# A run as a process of its own, which writes what it reached, and how long it took to begin, to a file.
-RUN = """
-import time; begun = time.perf_counter()
-import json, sys, {name}_racer as trainer
-from callbacks_lite import read_args
-args = read_args(trainer.Args, trainer.PRESETS, "{name}", sys.argv[2:])
-before = time.perf_counter() - begun
-result = trainer.train(args)
-json.dump({{**result, "before": before, "best": result["best"]["results"]}}, open(sys.argv[1], "w"))
-"""
+# -- 2 training ------------------------------------------------------------------------------------------------------------
 
 
 def bench_training(args: Args) -> list[dict]:
@@ -313,29 +238,30 @@ def bench_training(args: Args) -> list[dict]:
 
 def run_command(name: str, words: list[str], folder: Path) -> dict:
     """A trainer's command as a process of its own, its run in that folder."""
-    folder.mkdir(exist_ok=True)
-    path = folder / "result.json"
-    command = [sys.executable, "-c", RUN.format(name=name), str(path), "--run-dir", str(folder), "--run-name", "run"]
+    command = [sys.executable, str(HERE / f"{name}_racer.py"), "--run-dir", str(folder), "--run-name", "run", *words]
     begun = time.perf_counter()
-    done = subprocess.run([*command, *words], cwd=HERE, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     seconds = time.perf_counter() - begun
     if done.returncode:
         raise RuntimeError(f"{name}_racer.py failed: {done.stderr.strip()[-500:]}")
-    result = json.loads(path.read_text())
-    best, tag = result["best"], "eval/flying_lap_time_sec"
-    rows = [row for row in read_csv(folder / "run" / "metrics.csv") if row["eval/mean_reward"]]
-    evaluations = [(int(row["step"]), float(row.get(tag) or "inf")) for row in rows]
-    ends = [result["before"] + int(row["step"]) / float(row["time/fps"]) for row in rows]
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    results, rows = (
+        summary["results"],
+        [row for row in read_csv(folder / "run" / "metrics.csv") if row["eval/mean_reward"]],
+    )
+    evaluations = [(int(row["step"]), float(row.get("eval/flying_lap_time_sec") or "inf")) for row in rows]
+    around = seconds - summary["seconds"]  # the start of the process, and its end
+    ends = [around + int(row["step"]) / float(row["time/fps"]) for row in rows]
     beaten = (end for end, (_, lap) in zip(ends, evaluations, strict=True) if lap < PUBLISHED_LAP_SEC)
     return {
-        "steps": result["steps"],
+        "steps": summary["steps"],
         "seconds": seconds,
-        "steps_per_sec": result["steps"] / seconds,
-        "loop_steps_per_sec": result["steps_per_sec"],
+        "steps_per_sec": summary["steps"] / seconds,
+        "loop_steps_per_sec": summary["steps_per_sec"],
         "seconds_to_lap": next(beaten, None),
-        "flying_lap_sec": best[0]["flying_lap_sec"] if best else None,
-        "clock": result["clock"],
-        "results": best,
+        "flying_lap_sec": results[0]["flying_lap_sec"] if results else None,
+        "clock": summary["clock"],
+        "results": results,
         "evaluations": evaluations,
     }
 
@@ -369,7 +295,7 @@ STARTS_PER_TRACK = 20  # from anywhere, on every unseen track
 def bench_results(args: Args) -> list[dict]:
     rows, seeds = bench_drivers(args), range(args.seeds[0], args.seeds[1] + 1)
     print(f"\nseeds {seeds[0]} to {seeds[-1]}: median / worst")
-    yardsticks = {track: [result["mean_reward"] for result in hand_written(track)] for track in UNSEEN}
+    yardsticks = {track: [score([e]) for e in both] for track, both in hand_written_episodes(UNSEEN).items()}
     for name, flags in RESULTS:
         print(f"{name}_racer.py {flags}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -384,11 +310,11 @@ def bench_results(args: Args) -> list[dict]:
     return rows
 
 
-def holds_from(evaluations: list[tuple[int, float]], mark: float) -> float:
-    """The steps of the first evaluation from which on all lap times are under the mark; infinite if the last one is not."""
+def holds_from(evaluations: list[tuple[int, float]], target: float) -> float:
+    """The steps of the first evaluation after which every lap time is below the target; infinite if the last one is not."""
     step = math.inf
     for steps, lap in reversed(evaluations):
-        if not lap < mark:
+        if not lap < target:
             break
         step = steps
     return step
@@ -412,7 +338,7 @@ def drive_unseen(driver, yardsticks: dict) -> dict:
     """A driver on tracks that it has never seen. Shares are of the rewards of the hand-written driver's best settings."""
 
     def episodes(tracks, cars: int = 1, **settings) -> list:
-        return evaluate(driver, RacerVectorEnv(cars * len(tracks), tracks, **settings), tracks, seed=0, whole=False)
+        return evaluate(driver, RacerVectorEnv(cars * len(tracks), tracks, **settings), tracks, seed=0, complete=False)
 
     driven, anywhere = episodes([*yardsticks]), episodes([*yardsticks], STARTS_PER_TRACK, start="anywhere")
     rewards, (one, best) = np.array([sum(e.rewards) for e in driven]), np.array([*yardsticks.values()]).T
@@ -475,8 +401,7 @@ def main(args: Args) -> int:
             print(f"x bridge: against the bridge's published {PUBLISHED_BRIDGE_STEPS_PER_SEC:,} steps/s")
             print(f"fastest row {best:,.0f}, target {target:,.0f}: {'reached' if found['passed'] else 'MISSED'}")
         if not args.bridge_url:
-            tables = {"learning": bench_learning, "training": bench_training, "drivers": bench_drivers}
-            tables["results"] = bench_results
+            tables = {"training": bench_training, "drivers": bench_drivers, "results": bench_results}
             found |= {name: measure(args) for name, measure in tables.items() if name in args.only}
         if args.json:
             args.json.write_text(json.dumps(found, indent=2))
@@ -487,6 +412,7 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends a trainer that is running, too
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)))
     except ValueError as error:  # a bad flag

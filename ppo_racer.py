@@ -1,18 +1,18 @@
-"""PPO for the top-down racer, whole in this file. It trains a driver that beats the game's published one.
+"""PPO for the top-down racer in one file. It trains a driver that beats the game's published one.
 
     python ppo_racer.py --total-timesteps 2000000                    # 12 s: laps of 6.5 s on track-01
     python ppo_racer.py --random-tracks 24                           # 77 s: a driver for every track
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
-    python ppo_racer.py --resume runs/NAME                           # go on after an interruption, bit for bit
+    python ppo_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
     python ppo_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
     python ppo_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
     torchrun --nproc_per_node=8 ppo_racer.py --num-envs 8192 --minibatch-size 8192           # on more cores or machines
     tensorboard --logdir runs
 
-PPO (Schulman et al. 2017) repeats three steps: drive all cars for a few ticks with the policy as it is (`rollout`), work
-out how much better each action went than expected (`make_batch`, `compute_gae`), and take a few optimiser steps toward the
-better ones without moving far from the policy that drove (`ppo_loss`, `update`). `train` is the loop around them: begin there.
+PPO (Schulman et al. 2017) repeats three steps: drive all cars for a few ticks with the current policy (`rollout`), compute how
+much better each action turned out than expected (`make_batch`, `compute_gae`), and take a few optimiser steps toward the better
+ones without moving far from the policy that drove (`ppo_loss`, `update`). `train` is the loop around them: start reading there.
 
 Shapes: T ticks of a rollout, N cars of this process, B = T * N samples. `obs` is raw, `normalized_obs` is normalised.
 """
@@ -22,20 +22,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
-from callbacks_lite import (
-    Count, Run, all_gather, average_gradients, leave, make_envs, make_generator, on_two_cores, run_command,
-    world_size,
+from callbacks_lite import RaceStats
+from racer.game.config import DEFAULT_CONFIG_PATH
+from racer.game.observations import OBS_SIZE, obs_moments
+from racer.game.rules import ACTION_HIGH, ACTION_LOW
+from racer.training.command_line import (
+    Count, Fraction, NonNegative, Positive, Preset, Whole, check_ranges, exits_with_code, read_command, run_as_script, tracks_of,
 )  # fmt: skip
-from racer_env import (
-    ACTION_HIGH, ACTION_LOW, DEFAULT_CONFIG_PATH, OBS_SIZE, RacerVectorEnv, RewardScaler, obs_moments,
-)  # fmt: skip
+from racer.training.drivers import evaluate_driver, export_driver, load_driver
+from racer.training.fleet import make_envs
+from racer.training.processes import all_gather, average_gradients, make_generator, run_on_all, world_size
+from racer.training.reward_scaler import RewardScaler
+from racer.training.run import Run
+from racer_env import RacerVectorEnv
 
 # == Args ==============================================================================================================
 
@@ -45,92 +50,81 @@ class Args:
     # -- run
     total_timesteps: Count = 2_000_000
     """environment steps of the whole run, all cars together"""
-    seed: int = 1
-    """seed of everything random: same seed, same command, same numbers"""
+    seed: Whole = 1
+    """random seed: the same seed and command give the same numbers"""
     start_from: Path | None = None
-    """a new run that begins with the networks of this checkpoint or run folder"""
+    """start a new run with the networks of this checkpoint or run folder"""
     resume: Path | None = None
-    """go on from this run folder or checkpoint with its settings; --total-timesteps may extend it"""
-    evaluate: Path | None = None
-    """drive this checkpoint (or a run folder's best.pt) without noise instead of training"""
-    episodes: Count = 10
-    """with --evaluate: episodes per track"""
-    json: Path | None = None
-    """with --evaluate: also write the results to this file"""
-    export: Path | None = None
-    """write the driver of --checkpoint to this folder, as the browser game loads it (ONNX)"""
-    checkpoint: Path | None = None
-    """with --export: the checkpoint or run folder"""
+    """continue this run folder or checkpoint with its settings; --total-timesteps may extend it"""
 
     # -- env
     track_id: tuple[str, ...] = ("track-01",)
-    """track, or several to train one driver on all: names or .json files"""
-    random_tracks: int = 0
-    """train on random-1 to random-N: a driver for every track, also for those it has never seen"""
+    """track, or several to train one driver for all: names or .json files"""
+    random_tracks: Whole = 0
+    """train on random-1 to random-N, for a driver that handles tracks it has never seen"""
     config_path: Path = DEFAULT_CONFIG_PATH
-    """reward weights and episode limits"""
+    """JSON file with reward weights and episode limits"""
     start: str = "grid"
-    """where episodes start: grid, or anywhere, which teaches recovering"""
+    """where episodes start: on the grid, or anywhere on the track, which teaches recovery"""
     bridge_url: tuple[str, ...] = ()
-    """train in the real game behind these URLs instead of the embedded engine"""
-    slow_game: bool = False
-    """the defaults of --bridge-url, but on the embedded engine, to try them without the game"""
-    bridge_retries: int = 0
-    """how often in a row to connect again when the bridge fails; 0: save a checkpoint and stop"""
-    off_road_price: float = 1.0
-    """multiply the config's offTrackPenalty by this while learning: more makes careful drivers"""
-    patience: int = 0
-    """truncate the episode of a car that has got no farther for so many ticks; 0: never"""
+    """train in the real game behind these URLs; with --resume, no URL continues on the embedded engine"""
+    bridge_retries: Whole = 0
+    """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
+    off_road_penalty_scale: NonNegative = 1.0
+    """multiply the config's offTrackPenalty by this during training; more than 1 makes careful drivers"""
+    stuck_ticks: Whole = 0
+    """truncate an episode after this many ticks without progress; 0: never"""
     num_envs: Count = 512
-    """cars driven at once, all processes together; on a bridge every car is a connection"""
+    """cars driven in parallel, all processes together; on a bridge every car is a connection"""
 
     # -- algorithm
-    gamma: float = 0.98
-    """discount per tick: 0.98 looks about 50 ticks (0.8 s) ahead"""
-    gae_lambda: float = 0.95
-    """how far advantages trust measured rewards (1) over the critic (0)"""
-    clip_coef: float = 0.2
-    """beyond this change of an action's probability ratio, the loss gives no more gain"""
-    ent_coef: float = 0.0
-    """entropy bonus; not needed on these tracks"""
-    init_std: float = 0.5
-    """first standard deviation of the inputs; learned from then on"""
+    gamma: Fraction = 0.98
+    """discount factor per tick: 0.98 looks about 50 ticks (0.8 s) ahead"""
+    gae_lambda: Fraction = 0.95
+    """GAE parameter: advantages rely on measured rewards (1) or on the critic (0)"""
+    clip_coef: Positive = 0.2
+    """PPO clip range for the probability ratio"""
+    ent_coef: NonNegative = 0.0
+    """weight of the entropy bonus; these tracks do not need one"""
+    init_std: Positive = 0.5
+    """initial standard deviation of the actions, which is then learned"""
     init_throttle: float = 1.0
-    """first mean of the throttle, with the brake off; starting with throttle speeds up early learning"""
+    """initial mean of the throttle, with the brake off; driving from the start speeds up early learning"""
     hide_arc: bool = False
-    """hide where on the track the car is, so that the networks cannot learn a track by heart"""
+    """hide the arc position from the networks, so that they cannot memorise a track"""
     hidden: Count = 64
     """width of the two hidden layers of actor and critic"""
 
     # -- optimisation
-    learning_rate: float = 2e-3
-    """Adam's step size at the start"""
+    learning_rate: NonNegative = 2e-3
+    """Adam's initial learning rate"""
     anneal_lr: bool = True
-    """let the learning rate fall to 0 over the run"""
+    """anneal the learning rate linearly to 0"""
     rollout_steps: Count = 32
     """ticks per car between updates"""
     minibatch_size: Count = 1_024
-    """samples per optimiser step, about (a rollout is cut into equal parts); all processes together"""
+    """approximate minibatch size (a rollout is split into equal parts), all processes together"""
     update_epochs: Count = 2
-    """passes over a rollout"""
-    max_grad_norm: float = 0.5
-    """longer gradients are scaled down to this length"""
+    """epochs over each rollout"""
+    max_grad_norm: Positive = 0.5
+    """maximum norm of the gradient, for clipping"""
     target_kl: float | None = None
-    """end an update early once the policy has moved this far"""
+    """end an update early when the approximate KL divergence exceeds this"""
 
     # -- logging and checkpoints
     run_dir: Path = Path("runs")
-    """where run folders go"""
+    """parent folder of run folders"""
     run_name: str = ""
     """name of the run folder (default: algorithm, track, seed and time)"""
     eval_every: Count = 500_000
-    """steps between evaluations: an episode per track from the grid, without noise"""
+    """steps between evaluations: a deterministic episode per track from the grid"""
     checkpoint_every: Count = 400_000
-    """steps between checkpoints; one comes at the end, on Ctrl+C and if the bridge fails"""
+    """steps between checkpoints; also saved at the end, on Ctrl+C and if the bridge fails"""
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
 
     def __post_init__(self):
+        check_ranges(self)
         if self.minibatch_size > self.steps_per_iteration:
             raise ValueError(
                 f"--minibatch-size is {self.minibatch_size}, but a rollout has only {self.steps_per_iteration} samples "
@@ -138,36 +132,40 @@ class Args:
             )
 
     @property
+    def tracks(self) -> tuple[str, ...]:
+        return tracks_of(self)
+
+    @property
     def steps_per_iteration(self) -> int:
         return self.num_envs * self.rollout_steps
 
 
-PRESETS = {  # other defaults, for commands that ask for them
-    "slow game": {  # --bridge-url or --slow-game: steps are slow, so each is learned from more often
-        "total_timesteps": 100_000, "num_envs": 64, "patience": 90, "minibatch_size": 256, "update_epochs": 8,
-        "learning_rate": 1e-3, "eval_every": 10_000, "checkpoint_every": 10_000,
-    },
-    "several tracks": {"start": "anywhere", "hidden": 96},
-    "random tracks": {  # --random-tracks: none of them is known by heart
-        "total_timesteps": 8_000_000, "start": "anywhere", "off_road_price": 3.0, "hidden": 128, "hide_arc": True,
+PRESETS = (  # other defaults, brought by these flags; a later preset wins
+    Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {"start": "anywhere", "hidden": 96}),
+    Preset("--random-tracks", lambda given: given.random_tracks, {  # no track is memorised
+        "total_timesteps": 8_000_000, "start": "anywhere", "off_road_penalty_scale": 3.0, "hidden": 128, "hide_arc": True,
         "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
-    },
-    "start from": {  # --start-from: a short run, which has to see all of its track
+    }),
+    Preset("--start-from", lambda given: given.start_from, {  # a short run, which has to see all of its track
         "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "minibatch_size": 512, "learning_rate": 1e-3,
         "eval_every": 100_000, "checkpoint_every": 100_000,
-    },
-}  # fmt: skip
+    }),
+    Preset("--bridge-url, --slow-game", lambda given: given.bridge_url or given.slow_game, {  # learn more from each step
+        "total_timesteps": 100_000, "start": "grid", "num_envs": 64, "stuck_ticks": 90, "minibatch_size": 256,
+        "update_epochs": 8, "learning_rate": 1e-3, "eval_every": 10_000, "checkpoint_every": 10_000,
+    }),
+)  # fmt: skip
 
 # == Agent =============================================================================================================
 
 
 class Agent(nn.Module):
-    """Actor, critic and the normaliser of their observations: one state_dict drives.
+    """Actor, critic, and the normaliser of their observations: one state_dict drives.
 
-    The policy is a Gaussian over the raw inputs (steer, throttle, brake) with one learned deviation each. A sample goes to
-    the game as it is, and the game clamps it to the box. So the action whose probability is optimised is the action that
-    was given; the clamp is a part of the environment. (Squashing with tanh instead makes full throttle and full lock, which
-    a racing car uses most of the time, hard to reach.) Without noise the driver gives the mean.
+    The policy is a Gaussian over the raw actions (steer, throttle, brake). A sample goes to the game as it is, and the game clamps
+    it to the box. So the action whose probability is optimised is the action that was given; the clamp is part of the
+    environment. (Squashing with tanh instead makes full throttle and full lock, which a racing car uses most of the time, hard
+    to reach.) The deterministic driver gives the mean.
     """
 
     NORM_EPSILON, NORM_CLIP = 1e-6, 4.0
@@ -178,7 +176,7 @@ class Agent(nn.Module):
         self.critic = mlp(hidden, 1, output_gain=1.0)
         self.log_std = nn.Parameter(torch.full((len(ACTION_LOW),), math.log(init_std)))
         with torch.no_grad():
-            # The brake begins below 0, which the game clamps to 0.
+            # The brake starts below 0, which the game clamps to 0.
             self.actor[-1].bias.copy_(torch.tensor([0.0, init_throttle, -init_throttle / 2]))
         # Fixed means and variances of observations. As buffers they are saved and exported with the weights.
         for name, values in zip(("obs_mean", "obs_var"), obs_moments(hide_arc), strict=True):
@@ -188,12 +186,26 @@ class Agent(nn.Module):
         scaled = (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
         return scaled.clamp(-self.NORM_CLIP, self.NORM_CLIP)
 
+    def policy(self, normalized_obs):
+        """The Gaussian over actions: its mean (B, 3), and its log standard deviation, here (3,), the same in every state."""
+        return self.actor(normalized_obs), self.log_std
+
+    def sample(self, normalized_obs, noise):
+        """Actions (B, 3) from standard normal noise (B, 3), and their log-probabilities (B,)."""
+        mean, log_std = self.policy(normalized_obs)
+        return mean + log_std.exp() * noise, gaussian_logprob(noise, log_std)
+
+    def logprob(self, normalized_obs, actions):
+        """Log-probabilities (B,) of actions (B, 3), and the entropy of the policy."""
+        mean, log_std = self.policy(normalized_obs)
+        return gaussian_logprob((actions - mean) * torch.exp(-log_std), log_std), gaussian_entropy(log_std)
+
     def value(self, normalized_obs):
         return self.critic(normalized_obs).squeeze(-1)
 
     def forward(self, normalized_obs):
-        """The driver without noise, (N, 14) -> inputs within the game's box (N, 3). This is what is exported."""
-        return self.actor(normalized_obs).clamp(torch.tensor(ACTION_LOW), torch.tensor(ACTION_HIGH))
+        """The deterministic driver, (N, 14) -> actions within the game's box (N, 3). This is what is exported."""
+        return self.policy(normalized_obs)[0].clamp(torch.tensor(ACTION_LOW), torch.tensor(ACTION_HIGH))
 
     @torch.inference_mode()
     def drive(self, obs: np.ndarray) -> np.ndarray:
@@ -219,12 +231,12 @@ def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
 
 
 def gaussian_logprob(noise, log_std):
-    """log N(mean + std * noise; mean, std), summed over the action. By hand: torch.distributions takes six times as long."""
-    return -0.5 * (noise * noise).sum(-1) - log_std.sum() - 0.5 * noise.shape[-1] * math.log(2 * math.pi)
+    """log N(mean + std * noise; mean, std), summed over the action. torch.distributions would take six times as long."""
+    return (-0.5 * noise * noise - log_std).sum(-1) - 0.5 * noise.shape[-1] * math.log(2 * math.pi)
 
 
 def gaussian_entropy(log_std):
-    return log_std.sum() + 0.5 * len(log_std) * math.log(2 * math.pi * math.e)
+    return log_std.sum(-1).mean() + 0.5 * log_std.shape[-1] * math.log(2 * math.pi * math.e)
 
 
 # == Rollout and advantages ============================================================================================
@@ -236,38 +248,36 @@ class Storage:
     def __init__(self, steps: int, num_envs: int):
         self.obs = torch.zeros(steps + 1, num_envs, OBS_SIZE)  # (T + 1, N, 14)
         self.actions = torch.zeros(steps, num_envs, len(ACTION_LOW))  # (T, N, 3)
-        self.logprobs = torch.zeros(steps, num_envs)  # (T, N), and so are the others
+        self.logprobs = torch.zeros(steps, num_envs)  # (T, N)
         self.rewards = np.zeros((steps, num_envs))
         self.terminated = np.zeros((steps, num_envs), bool)
         self.truncated = np.zeros((steps, num_envs), bool)
-        self.final_obs: list[tuple[int, np.ndarray, np.ndarray]] = []  # (tick, cars, observations) of ended episodes
+        self.final_obs = torch.zeros(steps, num_envs, OBS_SIZE)  # where an episode ended: its last observation
 
 
 @torch.no_grad()
-def rollout(agent: Agent, envs: RacerVectorEnv, storage: Storage, run: Run, generator: torch.Generator) -> None:
+def rollout(agent: Agent, envs: RacerVectorEnv, storage: Storage, stats: RaceStats, clock, generator) -> None:
     """Drive all cars for T ticks from where they are, and leave everything that the update needs in storage."""
     steps, num_envs = storage.rewards.shape
-    noise, std = torch.randn(steps, num_envs, len(ACTION_LOW), generator=generator), agent.log_std.exp()
+    noise = torch.randn(steps, num_envs, len(ACTION_LOW), generator=generator)
     storage.obs[0] = torch.from_numpy(envs.observations)
-    storage.final_obs.clear()
     for t in range(steps):
-        with run.clock("policy"):
-            storage.actions[t] = agent.actor(agent.normalize(storage.obs[t])) + std * noise[t]
-        with run.clock("environment"):
+        with clock("policy"):
+            storage.actions[t], storage.logprobs[t] = agent.sample(agent.normalize(storage.obs[t]), noise[t])
+        with clock("environment"):
             obs, rewards, terminated, truncated, infos = envs.step(storage.actions[t].numpy())
-        run.stats.step(infos)
+        stats.step(infos)
         storage.obs[t + 1] = torch.from_numpy(obs)
         storage.rewards[t], storage.terminated[t], storage.truncated[t] = rewards, terminated, truncated
-        if "final_obs" in infos:  # obs is the next episode's first; this one ended elsewhere
+        if "final_obs" in infos:  # obs is the first of the next episode; this one ended elsewhere
             cars = np.flatnonzero(infos["_final_obs"])
-            storage.final_obs.append((t, cars, np.stack(infos["final_obs"][cars])))
-    storage.logprobs[:] = gaussian_logprob(noise, agent.log_std)  # of all ticks at once: the noise is known
+            storage.final_obs[t, cars] = torch.from_numpy(np.stack(infos["final_obs"][cars]))
 
 
 def compute_gae(rewards, values, next_values, terminated, truncated, gamma: float, gae_lambda: float):
     """Generalised advantage estimation. All arrays (T, N) -> advantages, returns (T, N)
 
-    A terminated episode has no future, so nothing is expected after it. A truncated one would have gone on: the critic's
+    A terminated episode has no future, so nothing is expected after it. A truncated one would have continued: the critic's
     value of its last observation stands for the rest. Both reset the sum, because the next tick belongs to another episode.
     """
     td_errors = rewards + gamma * next_values * ~terminated - values
@@ -286,10 +296,11 @@ def make_batch(agent: Agent, storage: Storage, scaler: RewardScaler, args: Args)
     normalized_obs = agent.normalize(storage.obs)
     all_values = agent.value(normalized_obs).numpy().astype(np.float64)  # (T + 1, N)
     values, next_values = all_values[:-1], all_values[1:].copy()
-    for t, cars, final_obs in storage.final_obs:  # of both kinds of end: compute_gae leaves out the terminated ones
-        next_values[t, cars] = agent.value(agent.normalize(torch.from_numpy(final_obs))).numpy()
+    done = storage.terminated | storage.truncated  # compute_gae ignores the next value of the terminated ones
+    if done.any():
+        next_values[done] = agent.value(agent.normalize(storage.final_obs[torch.from_numpy(done)])).numpy()
 
-    scaler.update(storage.rewards, storage.terminated | storage.truncated, all_gather)
+    scaler.update(storage.rewards, done, all_gather)
     rewards = storage.rewards * scaler.scale
     advantages, returns = compute_gae(
         rewards, values, next_values, storage.terminated, storage.truncated, args.gamma, args.gae_lambda
@@ -314,7 +325,7 @@ def explained_variance(values, returns) -> float:
 
 
 def ppo_loss(logprobs, old_logprobs, advantages, clip_coef: float):
-    """The clipped objective: making good actions more probable, or bad ones less, gains nothing beyond the clip.
+    """The clipped surrogate objective: beyond the clip range, making an action more or less probable gains nothing more.
 
     Advantages are normalised in every minibatch. -> loss, and the log of the ratios (B,)
     """
@@ -327,61 +338,43 @@ def ppo_loss(logprobs, old_logprobs, advantages, clip_coef: float):
 
 
 def approx_kl(logratio):
-    """How far the policy has moved from the one that drove: an estimate of their divergence, never negative."""
+    """An estimate of the KL divergence from the policy that drove, never negative (Schulman 2020)."""
     return (logratio.exp() - 1 - logratio).mean()
 
 
-def minibatches(
-    batch: dict[str, torch.Tensor], count: int, generator: torch.Generator
-) -> list[dict[str, torch.Tensor]]:
-    """The batch in so many equal parts, in a new order."""
+def minibatches(batch: dict[str, torch.Tensor], count: int, generator) -> list[dict[str, torch.Tensor]]:
+    """The batch in `count` equal parts, shuffled."""
     order = torch.randperm(len(batch["returns"]), generator=generator)
     parts = zip(*(values[order].tensor_split(count) for values in batch.values()), strict=True)
     return [dict(zip(batch, part, strict=True)) for part in parts]
 
 
-def actor_backward(agent: Agent, mb: dict[str, torch.Tensor], clip_coef: float, ent_coef: float):
-    """The gradient of the actor. -> the policy's loss, and the log of the ratios (B,)"""
-    noise = (mb["actions"] - agent.actor(mb["normalized_obs"])) * torch.exp(-agent.log_std)
-    loss, logratio = ppo_loss(gaussian_logprob(noise, agent.log_std), mb["logprobs"], mb["advantages"], clip_coef)
-    (loss - ent_coef * gaussian_entropy(agent.log_std)).backward()
-    return loss.detach(), logratio.detach()
-
-
-def critic_backward(agent: Agent, mb: dict[str, torch.Tensor]):
-    """The gradient of the critic. -> its loss"""
-    loss = 0.5 * (agent.value(mb["normalized_obs"]) - mb["returns"]).square().mean()
-    loss.backward()
-    return loss.detach()
-
-
 def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, generator) -> dict[str, float]:
-    """Some epochs of minibatch steps on one rollout. -> metrics
-
-    Actor and critic share no weights, so their gradients are worked out at the same time. (If you let them share layers, add
-    the two losses and call backward once.)
-    """
+    """Several epochs of minibatch steps on one rollout. -> metrics"""
     parameters, policy_losses, value_losses, logratios = list(agent.parameters()), [], [], []
     count = max(1, round(len(batch["returns"]) * world_size() / args.minibatch_size))
     epochs = (minibatches(batch, count, generator) for _ in range(args.update_epochs))
     for mb in itertools.chain.from_iterable(epochs):  # one loop, which target_kl can end
+        logprobs, entropy = agent.logprob(mb["normalized_obs"], mb["actions"])
+        policy_loss, logratio = ppo_loss(logprobs, mb["logprobs"], mb["advantages"], args.clip_coef)
+        value_loss = 0.5 * (agent.value(mb["normalized_obs"]) - mb["returns"]).square().mean()
+        policy_losses.append(policy_loss.detach())
+        value_losses.append(value_loss.detach())
+        logratios.append(logratio.detach())
+        if args.target_kl is not None and np.mean(all_gather(approx_kl(logratios[-1]).item())) > args.target_kl:
+            break  # before the step that would move the policy farther
         optimizer.zero_grad()
-        (policy_loss, logratio), value_loss = on_two_cores(
-            partial(actor_backward, agent, mb, args.clip_coef, ent_coef), partial(critic_backward, agent, mb)
-        )
-        policy_losses.append(policy_loss)
-        value_losses.append(value_loss)
-        logratios.append(logratio)
-        if args.target_kl is not None and np.mean(all_gather(approx_kl(logratio).item())) > args.target_kl:
-            break  # before the step that would take the policy farther
+        (policy_loss - ent_coef * entropy + value_loss).backward()
         average_gradients(optimizer)
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         optimizer.step()
 
     logratio = torch.cat(logratios)
     policy_loss, value_loss = torch.stack(policy_losses).mean().item(), torch.stack(value_losses).mean().item()
-    entropy_loss = -gaussian_entropy(agent.log_std).item()
-    return {  # add yours here: a mean over the processes is logged, and one that is not finite ends the run
+    with torch.no_grad():
+        log_std = agent.policy(mb["normalized_obs"])[1]
+        entropy_loss = -gaussian_entropy(log_std).item()
+    return {  # add yours here: the mean over the processes is logged, and a value that is not finite ends the run
         "train/loss": policy_loss + ent_coef * entropy_loss + value_loss,
         "train/policy_gradient_loss": policy_loss,
         "train/value_loss": value_loss,
@@ -389,7 +382,7 @@ def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, ge
         "train/approx_kl": approx_kl(logratio).item(),
         "train/clip_fraction": (logratio.exp() - 1).abs().gt(args.clip_coef).float().mean().item(),
         "train/clip_range": args.clip_coef,
-        "train/std": agent.log_std.exp().mean().item(),
+        "train/std": log_std.exp().mean().item(),
         "train/learning_rate": optimizer.param_groups[0]["lr"],
     }
 
@@ -404,19 +397,28 @@ def make_agent(args: Args) -> Agent:
 def train(args: Args) -> dict:
     """A whole run: drive, learn, evaluate, save, until it is finished or stopped. -> what was reached"""
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # more gain nothing on networks this small
+    torch.set_num_threads(1)  # networks this small gain nothing from more
     envs = make_envs(args)
+    stats = RaceStats(envs.track_ids, envs.config["episode"]["maxSteps"])
+    stats.on_reset(run_on_all(envs.reset, seed=args.seed)[1])
     agent = make_agent(args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     scaler = RewardScaler(args.gamma, envs.track_lengths)
     generator = make_generator(args.seed)
     storage = Storage(args.rollout_steps, envs.num_envs)
-    parts = {"agent": agent, "optimizer": optimizer, "scaler": scaler, "envs": envs, "generator": generator}
+    parts = {
+        "agent": agent,
+        "optimizer": optimizer,
+        "scaler": scaler,
+        "envs": envs,
+        "generator": generator,
+        "stats": stats,
+    }
     with Run("ppo", args, envs, parts) as run:  # restores the parts on --resume
         while not run.done:
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.progress)
-            rollout(agent, envs, storage, run, generator)
+            rollout(agent, envs, storage, stats, run.clock, generator)
             with run.clock("learning"):
                 batch, metrics = make_batch(agent, storage, scaler, args)
                 metrics |= update(agent, optimizer, batch, args.ent_coef, args, generator)
@@ -429,9 +431,16 @@ def train(args: Args) -> dict:
         return run.report()
 
 
-def main() -> int:
-    return run_command("ppo", Args, PRESETS, make_agent, train, __doc__)
+@exits_with_code
+def main():
+    """Train, or evaluate or export a trained driver."""
+    args, task = read_command("ppo", Args, Agent, PRESETS, __doc__)
+    if task.evaluate:
+        return evaluate_driver(load_driver(task.evaluate, "ppo", make_agent(args)), args, task)
+    if task.export:
+        return export_driver(load_driver(task.checkpoint, "ppo", make_agent(args)), task.export)
+    return train(args)
 
 
 if __name__ == "__main__":
-    leave(main())
+    run_as_script(main)

@@ -25,9 +25,15 @@ from PIL import Image, ImageDraw, ImageFont
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from bench_racer import hand_written, trained  # noqa: E402
+from bench_racer import trained  # noqa: E402
 from callbacks_lite import read_csv  # noqa: E402
-from racer.training.evaluation import BEST_REWARD, evaluate, fastest_lap  # noqa: E402
+from racer.training.evaluation import (  # noqa: E402
+    BEST_REWARD,
+    evaluate,
+    fastest_lap,
+    hand_written_episodes,
+    score,
+)  # fmt: skip
 from racer.view.pictures import draw_lap  # noqa: E402
 from racer_env import RacerVectorEnv  # noqa: E402
 
@@ -65,7 +71,7 @@ def learning_curves(size=(900, 420), left=70, bottom=50, most=2_000_000, low=6.0
         pen.text((left - 8, place(0, reward)[1]), f"{reward:.1f}", anchor="rm", **letters(15))
     for steps in range(0, most + 1, 500_000):
         pen.text((place(steps, low)[0], height - bottom + 8), f"{steps / 1e6:g}M", anchor="ma", **letters(15))
-    one, best = (result["mean_reward"] for result in hand_written("track-01"))
+    one, best = (score([episode]) for episode in hand_written_episodes(["track-01"])["track-01"])
     known = BEST_REWARD["track-01"]
     for name, reward in (("hand-written", one), ("hand-written, best of 28 settings", best), ("best known", known)):
         pen.line((*place(0, reward), *place(most, reward)), fill=INK, width=2)
@@ -87,7 +93,7 @@ def unseen_tracks(size: int = 300) -> Image.Image:
     driver = trained(RUNS / "every-track")
     envs = RacerVectorEnv(len(UNSEEN), UNSEEN, render_mode="rgb_array")
     sheet = Image.new("RGB", (3 * size, 2 * size), "white")
-    for i, episode in enumerate(evaluate(driver, envs, UNSEEN, whole=False)):
+    for i, episode in enumerate(evaluate(driver, envs, UNSEEN, complete=False)):
         tile = Image.fromarray(draw_lap(**fastest_lap(episode)))
         tile.thumbnail((size - 6, size - 6), Image.Resampling.LANCZOS)
         sheet.paste(tile, (i % 3 * size + (size - tile.width) // 2, i // 3 * size + (size - tile.height) // 2))

@@ -27,7 +27,9 @@ from websockets.asyncio.server import serve as serve_websocket
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from racer.game import sim as racer_sim
-from racer.game.sim import DEFAULT_CONFIG, TRACKS, RacerSim
+from racer.game.rules import DEFAULT_CONFIG
+from racer.game.sim import RacerSim
+from racer.game.tracks import TRACKS
 
 # What is sent instead of a step's reply. A function of the proper reply (a dict) gives text or bytes.
 BAD_REPLIES = {

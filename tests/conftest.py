@@ -17,8 +17,10 @@ import pytest
 import ppo_racer
 import sac_racer
 from bench_racer import drive  # noqa: F401  the tests take it from here
-from callbacks_lite import load_checkpoint, read_args
-from racer.game.sim import DEFAULT_CONFIG
+from racer.game.rules import DEFAULT_CONFIG
+from racer.training.checkpoints import load_checkpoint, saved_args
+from racer.training.command_line import read_command
+from racer.training.drivers import evaluate_driver, load_driver
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -55,8 +57,37 @@ def flags(settings: dict) -> list[str]:
 
 def args_of(name: str, *words, **settings):
     """The Args of a command line."""
-    module = MODULES[name]
-    return read_args(module.Args, module.PRESETS, name, [*map(str, words), *flags(settings)], module.__doc__)
+    return command_of(name, *words, **settings)[0]
+
+
+def command_of(name: str, *words, **settings):
+    """The Args and the Task of a command line."""
+    module, argv = MODULES[name], [*map(str, words), *flags(settings)]
+    return read_command(name, module.Args, module.Agent, module.PRESETS, module.__doc__, argv)
+
+
+def preset(name: str, flag: str) -> dict:
+    """The defaults that a flag brings."""
+    return next(preset.values for preset in MODULES[name].PRESETS if flag in preset.flag)
+
+
+def driver_of(name: str, path: Path):
+    """The trained agent in a checkpoint or run folder."""
+    args = saved_args(MODULES[name].Args, load(name, path)["args"])
+    return load_driver(path, name, MODULES[name].make_agent(args))
+
+
+def evaluate_run(name: str, path: Path, *words, **settings) -> list[dict]:
+    """--evaluate"""
+    args, task = command_of(name, "--evaluate", path, *words, **{"episodes": 1, **settings})
+    return evaluate_driver(load_driver(path, name, MODULES[name].make_agent(args)), args, task)
+
+
+def promised_tags(name: str) -> set[str]:
+    """The TensorBoard tags that a run on one track writes, at least."""
+    text = (TESTS / "golden" / "promised-tags.txt").read_text()
+    lists = dict(re.findall(r"^(\w+):\n((?:.+/.+\n?)+)", text, re.M))
+    return set(lists["both"].split()) | set(lists[name].split())
 
 
 def resume(name: str, path: Path, **settings) -> dict:

@@ -15,7 +15,8 @@ from conftest import TINY, short_episodes
 import bench_racer
 import sac_racer
 from bench_racer import Args, lean, main, run_benchmark
-from racer.game.sim import TRACKS, RacerSim
+from racer.game.sim import RacerSim
+from racer.game.tracks import TRACKS
 from racer_env import RacerVectorEnv
 
 KEYS = {"steps_per_sec", "mean_ms", "p50_ms", "p95_ms", "p99_ms", "passed"}
@@ -149,9 +150,9 @@ def test_a_trained_driver_stands_beside_it_and_what_is_none_is_named(tmp_path, c
 
 def test_a_lap_time_holds_from_the_evaluation_after_which_it_is_never_lost_again():
     evaluations = [(1, 6.0), (2, 8.0), (3, 7.0), (4, 6.9)]
-    assert bench_racer.holds_from(evaluations, mark=7.367) == 3
-    assert bench_racer.holds_from([*evaluations, (5, math.inf)], mark=7.367) == math.inf
-    assert bench_racer.holds_from([(1, 6.0)], mark=7.367) == 1
+    assert bench_racer.holds_from(evaluations, target=7.367) == 3
+    assert bench_racer.holds_from([*evaluations, (5, math.inf)], target=7.367) == math.inf
+    assert bench_racer.holds_from([(1, 6.0)], target=7.367) == 1
 
 
 @pytest.mark.slow

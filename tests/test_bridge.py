@@ -17,8 +17,10 @@ from gymnasium.utils.env_checker import check_env
 import racer_env
 from racer.game import bridge as racer_bridge
 from racer.game.bridge import BridgeCars, BridgeError
-from racer.game.sim import TRACKS, RacerSim
-from racer_env import RacerEnv, RacerVectorEnv, difference_from_twin
+from racer.game.sim import RacerSim
+from racer.game.tracks import TRACKS
+from racer.training.twin import TICKS, difference_from_engine
+from racer_env import RacerEnv, RacerVectorEnv
 
 GO = np.array([0.0, 1.0, 0.0])
 
@@ -64,12 +66,14 @@ def test_check_env_passes_without_warnings_on_the_bridge(good_bridge):
 def test_many_cars_on_two_bridges_equal_the_embedded_ones(good_bridge, bridge, tmp_path):
     path = short_episodes(tmp_path, 40, stillnessTimeoutTicks=25)
     urls, tracks = [good_bridge.url, bridge().url], ["track-01", "track-03", "track-02"]
-    mine = RacerVectorEnv(5, tracks, path, bridge_url=urls, episode_statistics=False)
-    embedded = RacerVectorEnv(5, tracks, path, episode_statistics=False)
+    mine = RacerVectorEnv(5, tracks, path, bridge_url=urls)
+    embedded = RacerVectorEnv(5, tracks, path)
     a, b = mine.reset(seed=0), embedded.reset(seed=0)
     rng = np.random.default_rng(0)
     for _ in range(100):
         np.testing.assert_array_equal(a[0], b[0])
+        for infos in (a[-1], b[-1]):
+            infos.get("episode", {}).pop("t", None)  # seconds
         assert str(a[-1]) == str(b[-1])
         actions = rng.uniform([-1, 0, 0], 1, (5, 3))
         actions[2] = 0
@@ -243,17 +247,16 @@ def test_close_does_not_wait_for_a_stalled_server(bridge):
 
 def test_the_game_and_the_embedded_engine_are_compared_into_a_wall(good_bridge, bridge):
     for track in TRACKS:
-        assert difference_from_twin(track, None, good_bridge.url) is None
+        assert difference_from_engine(track, None, good_bridge.url) is None
         sim = RacerSim(1, [track])
         touched = [
-            sim.step(np.array([[0.3 * np.sin(t / 5), 1.0, 0.0]])) and sim.wall_contact[0]
-            for t in range(1, racer_env.TWIN_TICKS + 1)
+            sim.step(np.array([[0.3 * np.sin(t / 5), 1.0, 0.0]])) and sim.wall_contact[0] for t in range(1, TICKS + 1)
         ]
         assert any(touched), "the wall is a part of the comparison"
     other = bridge("--engine-force", "56000").url
-    said = difference_from_twin("track-01", None, other)
+    said = difference_from_engine("track-01", None, other)
     assert re.fullmatch(r"\w+ on track-01 is \S+ after \d+ ticks, \S+ on the embedded engine", said), said
-    assert difference_from_twin("track-77", None, good_bridge.url) == "track-77 is not known here"
+    assert difference_from_engine("track-77", None, good_bridge.url) == "track-77 is not known here"
 
 
 @pytest.mark.parametrize(("name", "place", "value"), [("reward", 1, 5.0), ("terminated", 2, True), ("lap", -1, 7)])
@@ -267,7 +270,7 @@ def test_rewards_ends_and_infos_are_compared_too(good_bridge, monkeypatch, name,
         return result
 
     monkeypatch.setattr(RacerEnv, "step", other)
-    assert difference_from_twin("track-01", None, good_bridge.url).startswith(f"{name} on track-01 is ")
+    assert difference_from_engine("track-01", None, good_bridge.url).startswith(f"{name} on track-01 is ")
 
 
 # -- after a fault -----------------------------------------------------------------------------------------------------
@@ -275,7 +278,7 @@ def test_rewards_ends_and_infos_are_compared_too(good_bridge, monkeypatch, name,
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(racer_env, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(racer_bridge, "LONGEST_PAUSE_S", 0.0)
 
 
 def test_with_retries_a_fault_ends_all_episodes_as_truncated_where_they_truly_were(bridge, tmp_path, no_pauses, caplog):
@@ -294,14 +297,14 @@ def test_with_retries_a_fault_ends_all_episodes_as_truncated_where_they_truly_we
     assert infos["final_info"]["checkpoint"].tolist() == before["checkpoint"].tolist()
     assert infos["episode"]["l"].tolist() == [5, 5] and infos["episode"]["cut"].all() and infos["_episode"].all()
     assert (infos["episode"]["r"] != 0).all() and infos["stepCount"].tolist() == [0, 0] and envs.bridge_faults == 1
-    assert "Connecting again (retry 1 of 2)" in caplog.text
+    assert "Reconnecting (attempt 1 of 2)" in caplog.text
     for _ in range(5):
         envs.step(np.tile(GO, (2, 1)))
     assert envs.step(np.tile(GO, (2, 1)))[3].all() and envs.bridge_faults == 2, "retries count from anew"
     server.kill()
     with pytest.raises(BridgeError, match="no game bridge at"):
         envs.step(np.tile(GO, (2, 1)))
-    assert "(retry 2 of 2)" in caplog.text and "(retry 3" not in caplog.text
+    assert "(attempt 2 of 2)" in caplog.text and "(attempt 3" not in caplog.text
     envs.close()
 
 
@@ -345,7 +348,7 @@ def test_whoever_sets_retries_to_0_does_not_wait_any_longer(bridge, monkeypatch)
     """As a signal's handler does in the middle of a pause of 30 s."""
     server = bridge("--fault", "die")
     envs = RacerVectorEnv(1, bridge_url=server.url, retries=5)
-    monkeypatch.setattr(racer_env, "LONGEST_PAUSE_S", 1e9)
+    monkeypatch.setattr(racer_bridge, "LONGEST_PAUSE_S", 1e9)
     envs._failures_in_a_row = 4  # a pause of 16 s
     envs.reset()
     envs._failures_in_a_row = 4
@@ -359,6 +362,6 @@ def test_the_state_of_the_real_game_is_empty(good_bridge):
     envs = RacerVectorEnv(2, bridge_url=good_bridge.url)
     envs.reset()
     assert envs.get_state() == {}
-    with pytest.raises(ValueError, match="the real game cannot be put into a state"):
+    with pytest.raises(ValueError, match="the state of the real game"):
         envs.set_state({})
     envs.close()

@@ -9,11 +9,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import MODULES, ROOT, args_of, both
+from conftest import MODULES, ROOT, args_of, both, preset
 
 import sac_racer
-from callbacks_lite import help_text, make_envs
-from racer.game.sim import TRACKS
+from racer.game.tracks import TRACKS
+from racer.training.command_line import Task
+from racer.training.fleet import make_envs
 
 COMMANDS = ["bench_racer.py", "ppo_racer.py", "sac_racer.py"]
 
@@ -42,27 +43,23 @@ def test_a_value_that_makes_no_sense_is_named_without_a_traceback(monkeypatch, c
 
 
 @both
-def test_help_is_one_line_a_flag_in_groups_with_the_defaults_of_this_command_line(name):
+def test_help_tells_every_flag_with_the_defaults_of_this_command_line_on_two_screens(name, capsys, monkeypatch):
     module = MODULES[name]
+    monkeypatch.setenv("COLUMNS", "120")
 
-    def lines(*words):
-        preset = args_of(name, *words)
-        return help_text(module.Args, preset, module.__doc__).splitlines()
+    def shown(*words):
+        with pytest.raises(SystemExit) as end:
+            args_of(name, *words, "--help")
+        assert end.value.code == 0, "and a notebook goes on"
+        return capsys.readouterr().out
 
-    usual = lines()
-    assert len(usual) <= 80 and "run:" in usual and "logging and checkpoints:" in usual
-    names = [field.name for field in dataclasses.fields(module.Args)]
-    told = [
-        re.match(r"  --(?:\[no-\])?([a-z-]+) +\S", line)[1].replace("-", "_")
-        for line in usual
-        if line.startswith("  --")
-    ]
-    assert told == names, "every flag, in order, each with a text"
-    slow = str(module.PRESETS["slow game"]["num_envs"])
-    cars = {str(module.Args().num_envs): usual, slow: lines("--bridge-url", "ws://localhost:1")}
-    for count, text in cars.items():
-        (line,) = (line for line in text if line.startswith("  --num-envs"))
-        assert line.endswith(f"({count})")
+    usual = shown()
+    assert len(usual.splitlines()) <= 120 and usual.splitlines()[2].startswith(name.upper())
+    for field in (*dataclasses.fields(module.Args), *dataclasses.fields(Task)):
+        assert f"--{field.name.replace('_', '-')}" in usual
+    slow = preset(name, "--slow-game")["num_envs"]
+    for cars, text in ((module.Args().num_envs, usual), (slow, shown("--bridge-url", "ws://localhost:1"))):
+        assert re.search(r"--num-envs N[^(]*\(default: (\d+)\)", text)[1] == str(cars)
 
 
 @both
@@ -76,14 +73,14 @@ def test_counts_may_be_written_as_people_write_them(name):
 
 
 @both
-def test_a_first_look_at_the_command_line_chooses_the_defaults(name):
+def test_some_flags_choose_the_defaults_of_others(name):
     module = MODULES[name]
     usual, bridge = args_of(name), args_of(name, "--bridge-url", "ws://localhost:1")
     assert usual == module.Args()
-    slow = module.PRESETS["slow game"]
+    slow = preset(name, "--slow-game")
     assert dataclasses.replace(usual, **slow) == dataclasses.replace(bridge, bridge_url=())
     for word in ("--slow-game", "--slow_game"):
-        assert args_of(name, word) == dataclasses.replace(usual, **slow, slow_game=True)
+        assert args_of(name, word) == dataclasses.replace(usual, **slow)
     assert args_of(name, "--slow-game", "--seed", "3").seed == 3
     several = args_of(name, "--track-id", "track-01", "track-02")
     assert several.start == "anywhere" and several.hidden == 96 and several.num_envs == usual.num_envs
@@ -91,19 +88,19 @@ def test_a_first_look_at_the_command_line_chooses_the_defaults(name):
     on_bridge = args_of(name, "--track-id", "track-01", "track-02", "--bridge-url", "ws://localhost:1")
     assert on_bridge.start == "grid" and on_bridge.num_envs == slow["num_envs"], "the real game has no other start"
     every = args_of(name, "--random-tracks", "3")
-    assert every.track_id == ("random-1", "random-2", "random-3") and every.hide_arc and every.start == "anywhere"
-    assert every.off_road_price == module.PRESETS["random tracks"]["off_road_price"] > usual.off_road_price
+    assert every.tracks == ("random-1", "random-2", "random-3") and every.hide_arc and every.start == "anywhere"
+    assert every.off_road_penalty_scale == preset(name, "--random-tracks")["off_road_penalty_scale"] > 1
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--resume", "a", "--evaluate", "b"), "--resume and --evaluate are different tasks; give one of them"),
-        (("--start-from", "a", "--resume", "b"), "--start-from and --resume are different tasks; give one of them"),
+        (("--resume", "a", "--evaluate", "b"), "--resume and --evaluate are mutually exclusive"),
+        (("--start-from", "a", "--resume", "b"), "--start-from and --resume are mutually exclusive"),
         (("--export", "a"), "--export needs --checkpoint as well"),
         (("--checkpoint", "a"), "--checkpoint needs --export as well"),
         (("--json", "a"), "--json needs --evaluate as well"),
-        (("--random-tracks", "2", "--track-id", "track-01"), "--random-tracks and --track-id both name tracks"),
+        (("--random-tracks", "2", "--track-id", "track-01"), "--random-tracks and --track-id are mutually exclusive"),
         (("--bridge-url",), "--bridge-url has no URL; give one like ws://localhost:9876"),
     ],
 )

@@ -53,7 +53,7 @@ LAYER = {
     ),
     "sac": ("nn.Linear(hidden, hidden), ", "nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, hidden), ", 1),
 }
-FLAG = ("    gamma: float", '    warp_drive: float = 0.5\n    """an idea"""\n    gamma: float', 1)
+FLAG = ("    gamma: Fraction", '    warp_drive: float = 0.5\n    """an idea"""\n    gamma: Fraction', 1)
 
 
 @one_in_short

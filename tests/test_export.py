@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES, TINY, args_of, both, one_in_short
+from conftest import MODULES, TINY, args_of, both, command_of, driver_of, one_in_short
 
-from callbacks_lite import export_driver, load_driver
+from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
+from racer.game.rules import ACTION_HIGH, ACTION_LOW
+from racer.training.drivers import export_driver, load_driver
 from racer.training.evaluation import evaluate
-from racer_env import ACTION_HIGH, ACTION_LOW, OBS_HIGH, OBS_LOW, OBS_SIZE, RacerVectorEnv
+from racer_env import RacerVectorEnv
 
 
 def trained(name: str, folder: Path, **settings) -> Path:
@@ -31,8 +33,8 @@ def export(name: str, checkpoint: Path, folder: Path):
     """-> the agent, and what the game makes of the exported pair: observations (N, 14) -> inputs (N, 3)"""
     pytest.importorskip("onnx")
     onnxruntime, module = pytest.importorskip("onnxruntime"), MODULES[name]
-    args = args_of(name, "--export", folder, "--checkpoint", checkpoint)
-    export_driver(args, name, module.make_agent)
+    args, task = command_of(name, "--export", folder, "--checkpoint", checkpoint)
+    export_driver(load_driver(task.checkpoint, name, module.make_agent(args)), task.export)
     assert sorted(file.name for file in folder.iterdir()) == ["model.onnx", "vecnorm_stats.json"]
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
     stats = json.loads((folder / "vecnorm_stats.json").read_text())
@@ -44,7 +46,7 @@ def export(name: str, checkpoint: Path, folder: Path):
         return session.run(["actions"], {"obs": scaled.astype(np.float32)})[0]
 
     drive.session, drive.stats = session, stats
-    return load_driver(checkpoint, args, name, module.make_agent), drive
+    return driver_of(name, checkpoint), drive
 
 
 @both
@@ -87,7 +89,7 @@ def test_the_exported_pair_drives_the_same_laps(tmp_path, name):
 
 @pytest.mark.slow
 def test_what_export_lacks_is_said(tmp_path, monkeypatch):
-    module, run = MODULES["ppo"], trained("ppo", tmp_path)
+    run = trained("ppo", tmp_path)
     real = builtins.__import__
 
     def without_onnx(name, *rest, **named):
@@ -97,4 +99,4 @@ def test_what_export_lacks_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_onnx)
     with pytest.raises(ValueError, match="pip install onnx onnxruntime"):
-        export_driver(module.Args(export=tmp_path, checkpoint=run), "ppo", module.make_agent)
+        export_driver(driver_of("ppo", run), tmp_path)

@@ -18,12 +18,13 @@ from conftest import MODULES, TINY, TINY_BRIDGE, Server, both, load, resume, sho
 from fuzz_server import expected, replies
 
 import ppo_racer
-import racer_env
 import sac_racer
-from callbacks_lite import Clock, Run, read_csv
+from callbacks_lite import RaceStats, read_csv
 from racer.game import bridge as racer_bridge
 from racer.game.bridge import BridgeConnection, BridgeError
-from racer.training.evaluation import RaceStats, evaluate
+from racer.training.evaluation import evaluate
+from racer.training.run import Run
+from racer.training.terminal import Clock
 from racer_env import RacerVectorEnv
 
 SMALL = {"eval_every": 4096, "checkpoint_every": 1024, "start": "anywhere", "run_name": "run"}
@@ -97,8 +98,8 @@ def test_a_disk_that_fills_in_the_middle_of_a_run_stops_nothing_and_costs_no_che
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (500, 500))
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 1 and "\ndone: 16,384 steps" in out, out
-    assert "the end of this run is not on the disk; make room, and go on from the last checkpoint: python " in out
-    assert "checkpoint.pt could not be written (File too large); the one before it is untouched. Make room" in out
+    assert "The end of this run could not be written" in out and "--resume" in out
+    assert "checkpoint.pt (File too large)" in out
     assert "Traceback" not in out and 1024 <= steps_of(name, tmp_path / "run" / "checkpoint.pt") < 16_384
     assert not list((tmp_path / "run").glob("*.pt*.tmp"))
     assert resume(name, tmp_path / "run")["finished"], "and it goes on from there once there is room"
@@ -116,7 +117,7 @@ def test_a_folder_that_goes_away_in_the_middle_of_a_run_stops_nothing(start, tmp
         (tmp_path / "run").write_text("in the way")
     out, _ = process.communicate(timeout=100)
     moved = (tmp_path / "elsewhere").exists()
-    assert process.returncode == moved and ("the end of this run is not on the disk" in out) == moved, out
+    assert process.returncode == moved and ("The end of this run could not be written" in out) == moved, out
     assert "Traceback" not in out
     assert steps_of(name, tmp_path / ("elsewhere" if moved else "run") / "checkpoint.pt") >= 1024
 
@@ -146,7 +147,7 @@ def test_with_retries_a_run_goes_on_through_faults_and_counts_them(start, bridge
     url = bridge("--fault", fault, "--after", "250").url
     process = start(name, **on_bridge(name, tmp_path, ticks=60, total_timesteps=2000, bridge_url=url, bridge_retries=2))
     out, _ = process.communicate(timeout=100)
-    assert process.returncode == 0 and out.count("Connecting again (retry 1 of 2)") == 3, out
+    assert process.returncode == 0 and out.count("Reconnecting (attempt 1 of 2)") == 3, out
     rows = read_csv(tmp_path / "run" / "metrics.csv")
     faults = [float(row["racer/bridge_faults"]) for row in rows]
     assert faults == sorted(faults) and faults[0] == 0 and faults[-1] == 3
@@ -162,19 +163,19 @@ def test_retries_end_when_the_bridge_does_not_come_back(start, tmp_path, name):
     out, _ = process.communicate(timeout=100)
     server.kill()
     assert process.returncode == 3, out
-    assert "Connecting again (retry 1 of 2)" in out and "(retry 2 of 2)" in out and "(retry 3" not in out
+    assert "Reconnecting (attempt 1 of 2)" in out and "(attempt 2 of 2)" in out and "(attempt 3" not in out
     assert "no game bridge at" in out and f"--resume {tmp_path / 'run'}" in out
 
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(racer_env, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(racer_bridge, "LONGEST_PAUSE_S", 0.0)
 
 
 def test_an_evaluation_that_never_gets_through_gives_up(bridge, no_pauses):
     """Every connection fails in tick 6 of an episode: each time the bridge comes back, and the count of retries with it."""
     envs = RacerVectorEnv(1, bridge_url=bridge("--fault", "cut", "--after", "5").url, retries=2)
-    with pytest.raises(BridgeError, match=r"the bridge failed in an evaluation, 3 times in a row"):
+    with pytest.raises(BridgeError, match=r"failed 3 times in a row"):
         evaluate(lambda obs: np.array([[0.0, 1.0, 0.0]]), envs, ["track-01"])
     assert envs.bridge_faults == 3
     envs.close()
@@ -204,13 +205,6 @@ class Faulty:
         pass
 
 
-class TinyRun:
-    """What a rollout needs of a Run."""
-
-    def __init__(self, cars: int):
-        self.clock, self.stats = Clock(), RaceStats(cars, 3000)
-
-
 @pytest.mark.parametrize("fault", [1, 2, 7, 20])
 def test_what_ppo_learns_from_a_fault_is_one_tick_without_reward_that_ends_the_episode(fault, no_pauses):
     """Every other stored step was driven. The tick that was lost moved nobody: its end is its beginning, as truncated."""
@@ -218,16 +212,13 @@ def test_what_ppo_learns_from_a_fault_is_one_tick_without_reward_that_ends_the_e
     envs.reset(seed=1)
     faulty = Faulty(envs, {fault})
     torch.manual_seed(0)
-    agent, storage, run = ppo_racer.Agent(), ppo_racer.Storage(20, 3), TinyRun(3)
-    ppo_racer.rollout(agent, envs, storage, run, torch.Generator().manual_seed(0))
+    agent, storage, stats = ppo_racer.Agent(), ppo_racer.Storage(20, 3), RaceStats(["track-01"] * 3, 3000)
+    ppo_racer.rollout(agent, envs, storage, stats, Clock(), torch.Generator().manual_seed(0))
     at = fault - 1
     assert storage.truncated.all(1).tolist() == [t == at for t in range(20)] and not storage.terminated.any()
     assert not storage.rewards[at].any() and (np.delete(storage.rewards, at, axis=0) != 0).any()
-    ((tick, cars, last),) = storage.final_obs
-    assert tick == at and len(cars) == 3 and torch.equal(torch.from_numpy(last), storage.obs[at]), (
-        "it is valued by itself"
-    )
-    assert len(run.stats.rollout["episodes"]) == (0 if at == 0 else 3), "an episode of no ticks is none"
+    assert torch.equal(storage.final_obs[at], storage.obs[at]), "it is valued by itself"
+    assert len(stats.rollout["episodes"]) == (0 if at == 0 else 3), "an episode of no ticks is none"
     twin, driven = RacerVectorEnv(3), iter(a for a in faulty.given if not isinstance(a, str))
     obs = twin.reset(seed=1)[0]
     for t in range(20):
@@ -240,15 +231,16 @@ def test_what_ppo_learns_from_a_fault_is_one_tick_without_reward_that_ends_the_e
         np.testing.assert_array_equal(storage.rewards[t], rewards)
 
 
-def test_what_sac_learns_from_a_fault_is_a_choice_that_was_cut_short(no_pauses):
-    """It ends, as truncated, with what was driven of it; the next choice does not follow from it."""
+def test_what_sac_learns_from_a_fault_is_an_action_that_was_cut_short(no_pauses):
+    """It ends, as truncated, with what was driven of it; the next action does not follow from it."""
     envs = RacerVectorEnv(2)
     envs.reset(seed=1)
-    Faulty(envs, {4 * 6 + 3})  # in the third tick of the seventh choice
-    buffer, run, inputs = sac_racer.ReplayBuffer(100, 2), TinyRun(2), np.tile([0.1, 1.0, 0.0], (2, 1))
+    Faulty(envs, {4 * 6 + 3})  # in the third tick of the seventh action
+    buffer, stats = sac_racer.ReplayBuffer(100, 2), RaceStats(["track-01"] * 2, 3000)
+    inputs = np.tile([0.1, 1.0, 0.0], (2, 1))
     for _ in range(10):
         obs = torch.from_numpy(envs.observations)
-        buffer.add(obs, torch.zeros(2, 3), sac_racer.drive(envs, inputs, 4, 0.9, run))
+        buffer.add(obs, torch.zeros(2, 3), sac_racer.hold_action(envs, inputs, 4, 0.9, stats))
     follows = (buffer.obs[1:10] == buffer.next_obs[:9]).all(-1)
     assert follows.all(1).tolist() == [t != 6 for t in range(9)]
     assert buffer.ended[:10].all(1).tolist() == [t == 6 for t in range(10)]
@@ -259,7 +251,7 @@ def test_what_sac_learns_from_a_fault_is_a_choice_that_was_cut_short(no_pauses):
     expected = steps[24][1] + 0.9 * steps[25][1]
     np.testing.assert_allclose(buffer.rewards[6], expected, rtol=1e-6)
     np.testing.assert_allclose(buffer.discounts[6], 0.9**3, rtol=1e-6, err_msg="truncated: what follows is valued")
-    assert len(run.stats.rollout["episodes"]) == 2 and envs.bridge_faults == 1
+    assert len(stats.rollout["episodes"]) == 2 and envs.bridge_faults == 1
 
 
 # -- learning that blows up ---------------------------------------------------------------------------------------------
@@ -278,7 +270,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_is_not_saved(tmp_path, mo
         return tuple(part * factor for part in result) if isinstance(result, tuple) else result * factor
 
     monkeypatch.setattr(module, function, poisoned)
-    with pytest.raises(FloatingPointError, match=f"^{tag} has become nan after step 1,536$"):
+    with pytest.raises(FloatingPointError, match=f"^{tag} has become nan after step 1,536"):
         module.train(module.Args(**small(name, tmp_path, checkpoint_every=512, total_timesteps=8192)))
     agent = load(name, tmp_path / "run")["parts"]["agent"]
     assert steps_of(name, tmp_path / "run") == 1536

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from conftest import drive, short_episodes
 
-from callbacks_lite import MetricsLogger
-from racer.game.sim import REWARD_PARTS, TICKS_PER_SECOND, RacerSim, load_track
+from callbacks_lite import MetricsLogger, RaceStats
+from racer.game.rules import REWARD_PARTS, TICKS_PER_SECOND
+from racer.game.sim import RacerSim
+from racer.game.tracks import load_track
 from racer.training.evaluation import (
     Episode,
-    RaceStats,
     describe,
     describe_all,
     eval_metrics,
@@ -35,10 +36,9 @@ def make_infos(lap, checkpoint, count, ended=None, final=None, returns=None, cut
         infos["final_info"] = {key: np.where(mask, value, 0) for key, value in final.items()}
         infos["final_info"] |= {part: np.where(mask, 0.5 if part == "wall" else 0.0, 0.0) for part in REWARD_PARTS}
         for part in REWARD_PARTS:
-            infos[part] = np.where(mask, 0.0, infos[part])
+            infos[part] = np.where(mask, infos["final_info"][part], infos[part])
         infos["episode"] = {"r": np.array(returns), "l": np.where(mask, final["stepCount"], 0), "t": np.zeros(n)}
-        if cut is not None:
-            infos["episode"]["cut"] = np.array(cut)
+        infos["episode"]["cut"] = np.zeros(n, bool) if cut is None else np.array(cut)
     return infos
 
 
@@ -50,7 +50,7 @@ def logged(stats, tmp_path, *others):
 
 
 def test_a_lap_finished_in_the_last_tick_counts_and_the_next_episode_starts_afresh(tmp_path):
-    stats = RaceStats(2, max_steps=3000)
+    stats = RaceStats(["track-01"] * 2, 3000)
     stats.step(make_infos([1, 1], [29, 5], [499, 499]))
     final = {"lap": np.array([2, 0]), "checkpoint": np.array([0, 0]), "stepCount": np.array([500, 0])}
     stats.step(make_infos([1, 1], [0, 6], [0, 500], ended=[True, False], final=final, returns=[3.0, 0.0]))
@@ -62,7 +62,7 @@ def test_a_lap_finished_in_the_last_tick_counts_and_the_next_episode_starts_afre
 
 
 def test_what_did_not_happen_is_not_logged_and_accumulators_clear(tmp_path):
-    stats = RaceStats(1, max_steps=3000)
+    stats = RaceStats(["track-01"] * 1, 3000)
     stats.step(make_infos([1], [0], [1], progress=0.25))
     values = logged(stats, tmp_path)
     assert set(values) == {f"reward/{part}" for part in REWARD_PARTS}
@@ -72,14 +72,14 @@ def test_what_did_not_happen_is_not_logged_and_accumulators_clear(tmp_path):
 
 
 def test_reward_parts_count_the_last_tick_of_an_episode_too(tmp_path):
-    stats = RaceStats(2, max_steps=3000)
+    stats = RaceStats(["track-01"] * 2, 3000)
     final = {"lap": np.array([1, 0]), "checkpoint": np.array([3, 0]), "stepCount": np.array([9, 0])}
     stats.step(make_infos([1, 1], [0, 3], [0, 9], ended=[True, False], final=final, returns=[1.0, 0.0]))
     assert logged(stats, tmp_path)["reward/wall"] == pytest.approx(0.5 / 2)
 
 
 def test_a_cut_episode_and_an_early_end_each_stand_for_themselves(tmp_path):
-    stats = RaceStats(2, max_steps=3000)
+    stats = RaceStats(["track-01"] * 2, 3000)
     final = {"lap": np.array([1, 1]), "checkpoint": np.array([3, 3]), "stepCount": np.array([180, 100])}
     stats.step(make_infos([1, 1], [0, 0], [0, 0], [True, True], final, returns=[-0.5, 0.2], cut=[False, True]))
     values = logged(stats, tmp_path)
@@ -89,7 +89,7 @@ def test_a_cut_episode_and_an_early_end_each_stand_for_themselves(tmp_path):
 
 @pytest.mark.parametrize(("ticks", "expected"), [(1000, None), (1600, 0.5)])
 def test_cut_episodes_count_for_completion_by_their_length_not_by_their_luck(tmp_path, ticks, expected):
-    stats = RaceStats(10, max_steps=3000)
+    stats = RaceStats(["track-01"] * 10, 3000)
     half = [True] * 5 + [False] * 5
     stats.step(make_infos([1] * 10, [29] * 10, [500] * 10))
     stats.step(make_infos(np.where(half, 2, 1), np.where(half, 0, 29), [501] * 10))
@@ -99,7 +99,7 @@ def test_cut_episodes_count_for_completion_by_their_length_not_by_their_luck(tmp
 
 
 def test_whole_episodes_give_the_plain_means_of_the_last_hundred(tmp_path):
-    stats = RaceStats(1, max_steps=1000)
+    stats = RaceStats(["track-01"] * 1, 1000)
     for i in range(150):
         final = {"lap": np.array([1]), "checkpoint": np.array([3]), "stepCount": np.array([10 + i])}
         stats.step(make_infos([1], [0], [0], [True], final, returns=[float(i)]))
@@ -114,9 +114,9 @@ def test_real_laps_are_timed_as_the_engine_times_them(start, tmp_path):
     """Six cars on two tracks, short episodes: every lap the engine counts is timed, and nothing else is."""
     config = short_episodes(tmp_path, 1300)
     envs = RacerVectorEnv(6, ["track-01", "track-02"], config, start=start, stagger=True)
-    stats = RaceStats(6, 1300)
+    stats = RaceStats(["track-01"] * 6, 1300)
     observations, infos = envs.reset(seed=3)
-    stats.begin(infos)
+    stats.on_reset(infos)
     sim, engine_laps = envs._cars.sim, []
     counted = sim.cross_gates
 
@@ -129,9 +129,9 @@ def test_real_laps_are_timed_as_the_engine_times_them(start, tmp_path):
     for _ in range(2800):
         observations, *_, infos = envs.step(drive(observations))
         stats.step(infos)
-    assert len(engine_laps) > 8
+    assert len(engine_laps) > 6
     rollout = stats.take()
-    assert rollout["lap_times_sec"] == engine_laps
+    assert [seconds for _, seconds in rollout["laps"]] == engine_laps
     assert len(rollout["episodes"]) >= 12
 
 
@@ -140,7 +140,7 @@ def test_stats_state_continues(tmp_path):
         for t in ticks:
             stats.step(make_infos([1 + t // 100] * 2, [0 if t % 100 == 0 else 29] * 2, [t, t]))
 
-    whole, first, second = (RaceStats(2, 3000) for _ in range(3))
+    whole, first, second = (RaceStats(["track-01"] * 2, 3000) for _ in range(3))
     feed(whole, range(1, 150)), logged(whole, tmp_path), feed(whole, range(150, 260))
     feed(first, range(1, 150)), logged(first, tmp_path)
     second.set_state(first.get_state())
@@ -160,30 +160,31 @@ def test_what_happened_in_another_process_counts_as_ones_own(tmp_path):
         returns = list(map(float, cars))
         stats.step(make_infos([1] * n, [0] * n, [0] * n, [True] * n, final, returns=returns))
 
-    whole, first, second = RaceStats(4, 3000), RaceStats(2, 3000), RaceStats(2, 3000)
+    whole, first, second = (
+        RaceStats(["track-01"] * 4, 3000),
+        RaceStats(["track-01"] * 2, 3000),
+        RaceStats(["track-01"] * 2, 3000),
+    )
     feed(whole, [0, 1, 2, 3]), feed(first, [0, 1]), feed(second, [2, 3])
     assert logged(first, tmp_path / "b", second) == pytest.approx(logged(whole, tmp_path / "a"))
     assert first.best_lap_sec == whole.best_lap_sec == 8.0
     assert not second.take()["episodes"], "told once"
 
 
-def test_cars_that_were_put_back_are_counted_and_stand_for_themselves(tmp_path):
-    stats = RaceStats(2, 3000, patience=90)
-    stats.step(make_infos([1, 1], [5, 5], [499, 499]))
-    assert logged(stats, tmp_path)["racer/put_back"] == 0
-    final = {"lap": np.array([1, 0]), "checkpoint": np.array([3, 0]), "stepCount": np.array([500, 0])}
-    infos = make_infos([1, 1], [0, 6], [0, 500], ended=[True, False], final=final, returns=[1.0, 0.0])
-    infos["episode"]["put_back"] = np.array([True, False])
-    stats.step(infos)
+def test_lap_times_of_several_tracks_are_not_mixed(tmp_path):
+    stats = RaceStats(["track-01", "track-02"], 3000)
+    stats.step(make_infos([1, 1], [29, 29], [499, 899]))
+    stats.step(make_infos([2, 2], [0, 0], [500, 900]))
     values = logged(stats, tmp_path)
-    assert (
-        values["racer/put_back"] == 1 and values["rollout/ep_len_mean"] == 500 and values["racer/completion_rate"] == 0
-    )
+    for track, ticks in (("track-01", 500), ("track-02", 900)):
+        assert values[f"racer/{track}/best_lap_time_sec"] == pytest.approx(ticks / TICKS_PER_SECOND)
+        assert values[f"racer/{track}/mean_lap_time_sec"] == pytest.approx(ticks / TICKS_PER_SECOND)
+    assert not any("lap_time" in tag for tag in values if tag.count("/") == 1)
 
 
 def test_an_episode_of_no_ticks_is_none(tmp_path):
     """A bridge can fail before the first one."""
-    stats = RaceStats(1, 3000)
+    stats = RaceStats(["track-01"] * 1, 3000)
     final = {"lap": np.array([1]), "checkpoint": np.array([0]), "stepCount": np.array([0])}
     stats.step(make_infos([1], [0], [0], [True], final, returns=[0.0], cut=[True]))
     assert "rollout/ep_rew_mean" not in logged(stats, tmp_path)
@@ -209,9 +210,11 @@ def test_evaluation_times_laps_as_the_engine_does():
 
 def test_an_evaluation_that_stops_when_the_driver_repeats_itself_says_what_the_whole_episode_says():
     envs, ticks, episodes = RacerVectorEnv(1, render_mode="rgb_array"), [], []
-    for whole in (True, False):
+    for complete in (True, False):
         given = []
-        episodes += evaluate(lambda obs, given=given: (given.append(1), drive(obs))[1], envs, ["track-01"], whole=whole)
+        episodes += evaluate(
+            lambda obs, given=given: (given.append(1), drive(obs))[1], envs, ["track-01"], complete=complete
+        )
         ticks.append(len(given))
     a, b = episodes
     assert ticks[0] == len(a.rewards) == len(a.off_road) == len(b.rewards) == len(b.off_road) == 3000 > ticks[1] + 500
@@ -219,19 +222,19 @@ def test_an_evaluation_that_stops_when_the_driver_repeats_itself_says_what_the_w
     assert abs(sum(a.off_road) - sum(b.off_road)) <= 10 and len(b.laps) == len(a.laps) >= 4
     for x, y in zip(a.laps, b.laps, strict=True):
         assert abs(x.ticks - y.ticks) <= 1 and abs(x.end - y.end) <= 5 and x.flying == y.flying
-    assert len(fastest_lap(b)["places"]) == min(lap.ticks for lap in b.laps) + 1, "it was driven"
+    assert len(fastest_lap(b)["trajectory"]) == min(lap.ticks for lap in b.laps) + 1, "it was driven"
 
 
 def test_many_tracks_are_a_line_each_and_a_summary_with_the_share_of_the_hand_written_driver_s_reward(capsys):
     tracks = [f"random-{number}" for number in range(1, 9)]
     rewards = hand_written_rewards(tracks, None)
-    episodes = evaluate(lambda obs: full_throttle(obs, 0.5), RacerVectorEnv(8, tracks), tracks, whole=False)
+    episodes = evaluate(lambda obs: full_throttle(obs, 0.5), RacerVectorEnv(8, tracks), tracks, complete=False)
     results = [summarize([e], RacerVectorEnv(1).config, rewards[e.track]) for e in episodes]
     shares = [100 * sum(e.rewards) / rewards[e.track] for e in episodes]
     np.testing.assert_allclose([r["percent_of_hand_written"] for r in results], shares)
     worst = int(np.argmin(shares))
-    assert f"{shares[worst]:.1f} % of the hand-written driver's" in describe(results[worst])
-    summary = f"{np.mean(shares):.1f} % of the hand-written driver's (worst {shares[worst]:.1f} % on {tracks[worst]})"
+    assert f"{shares[worst]:.1f} % of the best hand-written" in describe(results[worst])
+    summary = f"{np.mean(shares):.1f} % of the best hand-written (worst {shares[worst]:.1f} % on {tracks[worst]})"
     assert summary in describe_all(results) and "8 tracks: 8 episodes" in describe_all(results)
     metrics = eval_metrics(results)
     assert metrics["eval/percent_of_hand_written"] == pytest.approx(np.mean(shares)) and len(metrics) <= 15
@@ -246,7 +249,7 @@ def test_a_driver_that_does_not_repeat_itself_is_driven_to_the_end():
         given[-1][:, 1] = obs[:, 9] * 160 < 50 + len(given) / 60
         return given[-1]
 
-    (episode,) = evaluate(ever_faster, envs, ["track-01"], whole=False)
+    (episode,) = evaluate(ever_faster, envs, ["track-01"], complete=False)
     assert len(given) == len(episode.rewards) == 3000 and len({lap.ticks for lap in episode.laps}) > 2
 
 
@@ -254,8 +257,8 @@ def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
     envs = RacerVectorEnv(1, render_mode="rgb_array")
     (episode,) = evaluate(drive, envs, ["track-01"])
     lap = fastest_lap(episode)
-    assert lap["track_id"] == "track-01" and len(lap["places"]) == min(lap.ticks for lap in episode.laps) + 1
+    assert lap["track_id"] == "track-01" and len(lap["trajectory"]) == min(lap.ticks for lap in episode.laps) + 1
     track = load_track("track-01")
-    ends = lap["places"][[0, -1], :2] - track.position(0.0)
+    ends = lap["trajectory"][[0, -1], :2] - track.position(0.0)
     assert (np.abs(ends @ track.tangent(0.0)) < 5).all() and (np.hypot(*ends.T) < 60).all(), "from line to line"
     assert fastest_lap(Episode("track-01")) is None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import errno
 import io
-import math
 import sys
 
 import pytest
 from conftest import Failing
 
-from callbacks_lite import MetricsLogger, Progress, read_csv, say
+from callbacks_lite import MetricsLogger, read_csv
+from racer.training.terminal import ProgressLine, print_safely
 
 
 def rows(folder):
@@ -73,7 +73,7 @@ def test_what_cannot_be_written_costs_one_warning(tmp_path, monkeypatch, what):
     if what == "no package":
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.warns(
-        UserWarning, match="TensorBoard cannot be" if "file" not in what else r"metrics\.csv cannot be"
+        UserWarning, match="cannot write TensorBoard" if "file" not in what else r"cannot write metrics\.csv"
     ) as caught:
         logger = MetricsLogger(tmp_path, tensorboard="file" not in what)
         if what == "full for TensorBoard":
@@ -99,17 +99,17 @@ def test_what_cannot_be_said_ends_nothing(monkeypatch, to):
         OSError(errno.EIO, "no terminal"),
     ):
         monkeypatch.setattr(sys, to, Failing(error))
-        say("hello", to=to)
-        say("and again", to=to)
+        print_safely("hello", to=to)
+        print_safely("and again", to=to)
     closed = io.StringIO()
     closed.close()
     for stream in (closed, None):
         monkeypatch.setattr(sys, to, stream)
-        say("hello", to=to)
+        print_safely("hello", to=to)
 
 
 def test_progress_without_a_terminal_and_past_the_end(monkeypatch, capsys):
-    Progress(1000, 0).show(1024, math.inf, {})
+    ProgressLine(1000, 0).show(1024, "")
     assert " 100% " in capsys.readouterr().out
     monkeypatch.setattr(sys, "stdout", None)
-    Progress(1000, 0).show(1024, math.inf, {})
+    ProgressLine(1000, 0).show(1024, "")

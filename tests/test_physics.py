@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from conftest import hold_random_inputs
 
-from racer.game.sim import GATES, TRACKS, RacerSim, load_track
+from racer.game.rules import GATES
+from racer.game.sim import RacerSim
+from racer.game.tracks import TRACKS, load_track
 
 FULL_THROTTLE = np.array([[0.0, 1.0, 0.0]])
 

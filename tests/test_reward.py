@@ -9,7 +9,8 @@ import pytest
 from conftest import drive, make_config
 from slow_engine import SlowTrack
 
-from racer.game.sim import TRACKS, RacerSim, load_track
+from racer.game.sim import RacerSim
+from racer.game.tracks import TRACKS, load_track
 
 STILL = np.zeros((1, 3))
 

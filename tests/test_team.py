@@ -17,8 +17,9 @@ import pytest
 import torch
 from conftest import MODULES, ROOT, TINY, both, flags, load, one_in_short, resume, short_episodes, steps_of, wait_for
 
-import callbacks_lite
-from callbacks_lite import make_envs, read_csv
+from callbacks_lite import read_csv
+from racer.training import processes
+from racer.training.fleet import make_envs
 from racer_env import RacerVectorEnv
 
 USUAL = {"total_timesteps": 4096, "eval_every": 2048, "checkpoint_every": 1024, "start": "anywhere", "run_name": "a"}
@@ -82,7 +83,7 @@ def update(agent, *rest):
     return result
 import os
 trainer.update, trainer.os = update, os
-trainer.leave(trainer.main())
+trainer.run_as_script(trainer.main)
 """
 
 
@@ -126,15 +127,16 @@ def test_a_run_of_several_processes_repeats_bit_for_bit_and_so_does_its_resumpti
     rows = [rows_of(tmp_path / run) for run in "ab"]
     assert rows[0] == rows[1] and len(rows[0]) == 8 and rows[0][-1]["step"] == "4096"
     for run in "ab":
-        assert "going on from step 4,096" in finish(
+        assert "resuming from step 4,096" in finish(
             launch(name, "--resume", tmp_path / run, "--total-timesteps", "6144")
         )
     assert torch.equal(weights(tmp_path / "a", name), weights(tmp_path / "b", name))
 
 
 AVERAGE = """
-import json, sys, numpy as np, torch, ppo_racer, callbacks_lite as c
-from racer_env import RewardScaler
+import json, sys, numpy as np, torch, ppo_racer
+import racer.training.processes as c
+from racer.training.reward_scaler import RewardScaler
 c.init_processes()
 rank, size = c.rank(), c.world_size()
 torch.manual_seed(0)
@@ -142,14 +144,15 @@ agent = ppo_racer.Agent()
 g = torch.Generator().manual_seed(1)
 mb = {'normalized_obs': torch.randn(64, 14, generator=g), 'returns': torch.randn(64, generator=g)}
 optimizer = torch.optim.Adam(agent.parameters())
-ppo_racer.critic_backward(agent, {k: v[rank::size] for k, v in mb.items()})
+loss = agent.value(mb["normalized_obs"][rank::size]) - mb["returns"][rank::size]
+loss.square().mean().backward()
 c.average_gradients(optimizer)
 scaler = RewardScaler(0.9, np.ones(12 // size))
 rewards = np.random.default_rng(0).normal(size=(5, 12))[:, rank * (12 // size):][:, :12 // size]
 scaler.update(rewards, np.zeros(rewards.shape, bool), c.all_gather)
 result = {'gradient': agent.critic[0].weight.grad.flatten().tolist(), 'moments': scaler.moments}
 open(sys.argv[sys.argv.index('--run-name') + 1] + str(rank), 'w').write(json.dumps(result))
-c.leave(0)
+c.exit_process(0, all_know=True)
 """
 
 
@@ -181,7 +184,7 @@ def test_laps_and_episodes_of_all_processes_are_logged_by_the_first(launch, tmp_
 
 def test_a_stray_rank_does_not_matter(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert callbacks_lite.rank() == 0 and callbacks_lite.world_size() == 1
+    assert processes.rank() == 0 and processes.world_size() == 1
 
 
 def test_a_stray_world_size_is_named(monkeypatch, capsys):
@@ -226,7 +229,7 @@ def test_a_run_goes_on_with_another_number_of_processes(launch, tmp_path, name="
         "what rewards are scaled by goes on"
     )
     out = finish(launch(name, "--resume", tmp_path / "a", "--total-timesteps", "6144", processes=4))
-    assert "going on with 4 instead of 1 processes: the cars begin anew, and not bit for bit" in out
+    assert "resuming with 4 instead of 1 processes" in out
     process = launch(name, "--resume", tmp_path / "a", "--total-timesteps", "7168", processes=3)
     out, _ = process.communicate(timeout=120)
     assert process.returncode and "it must be a multiple of the number of processes (3)" in out
@@ -251,12 +254,16 @@ def test_a_process_that_dies_ends_the_run_and_says_how_to_go_on(launch, tmp_path
     died = time.monotonic()
     out, _ = process.communicate(timeout=60)
     assert process.returncode and time.monotonic() - died < 60
-    assert re.search(rf"process {1 - victim} of 2.* another one of this run has died or does not answer", out), out
+    assert re.search(rf"process {1 - victim} of 2.* another process of this run has died or does not answer", out), out
     assert re.search(rf"torchrun --nproc_per_node=2 \S*{name}_racer.py --resume {tmp_path / 'a'}", out), out
     assert steps_of(name, tmp_path / "a") >= 1024
 
 
-IMPATIENT = "import callbacks_lite as c, ppo_racer\nc.ANSWER_TIMEOUT_S = 4.0\nc.leave(ppo_racer.main())\n"
+IMPATIENT = """
+import ppo_racer, racer.training.processes
+racer.training.processes.ANSWER_TIMEOUT_S = 4.0
+ppo_racer.run_as_script(ppo_racer.main)
+"""
 
 
 @pytest.mark.slow
@@ -266,13 +273,13 @@ def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
     """Nothing closes its connections, as when a machine loses its power. (With a shorter patience than usual.)"""
     script = tmp_path / "impatient.py"
     script.write_text(IMPATIENT)
-    assert callbacks_lite.ANSWER_TIMEOUT_S < 60
+    assert processes.ANSWER_TIMEOUT_S < 60
     process = launch("ppo", script=script, total_timesteps=10**8)
     wait_for((tmp_path / "a" / "checkpoint.pt").exists, process)
     os.kill(worker_pids(process.pid)[1], signal.SIGSTOP)
     stopped = time.monotonic()
     for line in process.stdout:
-        if "another one of this run has died or does not answer" in line:
+        if "another process of this run has died or does not answer" in line:
             break
     else:
         raise AssertionError("nothing was said")
@@ -294,7 +301,7 @@ def test_torchrun_restarts_a_run_from_its_last_checkpoint_by_itself(launch, tmp_
     wait_for(lambda: [p.stat().st_mtime for p in tmp_path.glob(f"{folder}/checkpoint.pt")] > before, process)
     os.kill(worker_pids(process.pid)[1], signal.SIGKILL)
     out = finish(process)
-    assert out.count("going on from step") == 1 + resumed and "done: " in out
+    assert out.count("resuming from step") == 1 + resumed and "done: " in out
     (run,) = tmp_path.glob(folder)
     steps = [int(row["step"]) for row in read_csv(run / "metrics.csv")]
     assert steps == sorted(set(steps)) and len(steps) == steps[-1] // 512, "no row is lost, none is there twice"
@@ -306,7 +313,7 @@ def test_a_restart_does_not_take_a_folder_that_the_launch_was_refused(launch, tm
     finish(launch("ppo"))
     before = (tmp_path / "a" / "best.pt").read_bytes()
     out, _ = launch("ppo", restarts=1, seed=7).communicate(timeout=120)
-    assert out.count("is not empty; go on with it") == 2 and (tmp_path / "a" / "best.pt").read_bytes() == before
+    assert out.count("is not empty; resume it") == 2 and (tmp_path / "a" / "best.pt").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -333,7 +340,7 @@ def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_a
     out, _ = process.communicate(timeout=100)
     assert process.returncode and "exitcode  : 3" in out, out
     assert f"bridge connection 0 ({dying.url})" in out or f"bridge connection 1 ({dying.url})" in out
-    assert f"bridge connection 0 ({good.url})" not in out and "Saved; go on with: torchrun" in out
+    assert f"bridge connection 0 ({good.url})" not in out and "Resume from the last checkpoint with: torchrun" in out
     assert steps_of(name, tmp_path / "a") in range(100, 1001)
 
 
@@ -345,5 +352,7 @@ def test_the_others_wait_for_a_process_that_waits_for_its_bridge(launch, bridge,
     short = {"num_envs": 4, "start": "grid", "total_timesteps": 2000, "rollout_steps": 50, "minibatch_size": 50}
     process = launch("ppo", script=script, **short, eval_every=10**9, bridge_url=urls, bridge_retries=3)
     out, _ = process.communicate(timeout=100)
-    assert "(retry 3 of 3)" in out and "exitcode  : 3" in out and "Saved; go on with: torchrun" in out, out
+    assert (
+        "(attempt 3 of 3)" in out and "exitcode  : 3" in out and "Resume from the last checkpoint with: torchrun" in out
+    ), out
     assert "another one of this run has died" not in out

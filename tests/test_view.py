@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from conftest import drive, short_episodes
 
-from racer.game.sim import TICKS_PER_SECOND, TRACKS, RacerSim, load_track
+from racer.game.rules import TICKS_PER_SECOND
+from racer.game.sim import RacerSim
+from racer.game.tracks import TRACKS, load_track
 from racer.view import pictures as racer_view
 from racer.view.pictures import SCALE, Painter, draw_lap, lap_replay, racing_line
 from racer_env import RacerEnv, RacerVectorEnv
@@ -113,10 +115,10 @@ def test_the_places_of_an_episode_are_where_the_engine_had_the_car(on_bridge, go
         actions = drive(observations)
         actions[0] = 0
         observations, *_ = envs.step(actions)
-        sim.step(actions, observe=False)
+        sim.step(actions, observing=False)
         expected.append(place())
-    places = envs.places(1, last_episode=True)
+    places = envs.trajectory(1, last_episode=True)
     np.testing.assert_array_equal(places, expected)
-    assert np.ptp(envs.places(0, last_episode=True)[:, 0]) == 0, "this one stood still"
+    assert np.ptp(envs.trajectory(0, last_episode=True)[:, 0]) == 0, "this one stood still"
     assert draw_lap("track-02", places).shape[2] == 3 and draw_lap("track-02", places, replay=True)[:4] == b"GIF8"
     envs.close()

@@ -24,28 +24,18 @@ from urllib.parse import urlsplit
 import numpy as np
 import websocket
 
-from racer.game.sim import (
-    CENTRELINE_RANGE, OBS_HIGH, OBS_LOW, OBS_NAMES, OBS_SIZE, REWARD_PARTS, TRACKS, is_finite, load_track, start_of,
-)  # fmt: skip
+from racer.game.checks import excerpt, is_finite
+from racer.game.observations import ARC, CENTRELINE, OBS_HIGH, OBS_LOW, OBS_NAMES, OBS_SIZE
+from racer.game.rules import CENTRELINE_RANGE, RESET_INFO, STEP_INFO
+from racer.game.tracks import TRACKS, load_track
 
 # == 1  The protocol ===================================================================================================
 
-# What info holds after a step, with its type: the game's keys, in the game's order.
-STEP_INFO: dict[str, type] = {
-    **dict.fromkeys(REWARD_PARTS, float),
-    "tick": int,
-    "rawSpeed": float,
-    "lap": int,
-    "checkpoint": int,
-    "stepCount": int,
-    "wallContact": bool,
-    "stillnessCounter": int,
-}
-RESET_INFO = ("lap", "checkpoint", "stepCount")
 OBS_RANGES = [(low - 1e-6, high + 1e-6) for low, high in zip(OBS_LOW.tolist(), OBS_HIGH.tolist(), strict=True)]
 CONNECT_TIMEOUT_S = 10.0
 REPLY_TIMEOUT_S = 30.0
 MAX_REPLY_BYTES = 65_536
+LONGEST_PAUSE_S = 30.0  # between two attempts to reconnect
 BRIDGE_HINT = (
     "Start the game's bridge (in the game's folder: npx tsx src/ai/run-bridge.ts) and check the URL, "
     "or leave the bridge URL out to drive on the embedded engine."
@@ -54,6 +44,11 @@ BRIDGE_HINT = (
 
 class BridgeError(RuntimeError):
     """The bridge failed: no connection, a lost one, or a reply that is not what the protocol says."""
+
+
+def retry_pause_s(failures: int) -> float:
+    """How long to wait before the next attempt to reconnect, after this many failures in a row."""
+    return min(2.0**failures, LONGEST_PAUSE_S)
 
 
 class BridgeUrlError(BridgeError, ValueError):
@@ -127,7 +122,7 @@ class BridgeConnection:
             return "nothing listens there (connection refused)"
         if isinstance(error, OSError) and not isinstance(error, websocket.WebSocketException):
             return f"the connection failed ({error.strerror or error})"
-        return f"what listens there is not a WebSocket server ({start_of(str(error) or type(error).__name__)})"
+        return f"what listens there is not a WebSocket server ({excerpt(str(error) or type(error).__name__)})"
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
@@ -137,7 +132,7 @@ class BridgeConnection:
         shown: show the reply's beginning.
         """
         self.close()
-        reply = f": {start_of(self._data.decode(errors='replace'))}" if shown else ""
+        reply = f": {excerpt(self._data.decode(errors='replace'))}" if shown else ""
         return BridgeError(f"bridge connection {self.number} ({self.url}), after {self.steps} steps: {problem}{reply}")
 
     def _send(self, message: dict) -> None:
@@ -160,14 +155,14 @@ class BridgeConnection:
                 raise _TooLong
         except _TooLong as error:
             begin = b"".join(self.websocket.frame_buffer.recv_buffer)[:80].decode("utf-8", errors="replace")
-            raise self._fail(f"the reply is longer than {MAX_REPLY_BYTES:,} bytes: {start_of(begin)}") from error
+            raise self._fail(f"the reply is longer than {MAX_REPLY_BYTES:,} bytes: {excerpt(begin)}") from error
         except (TimeoutError, websocket.WebSocketTimeoutException) as error:
             problem = f"no reply within {REPLY_TIMEOUT_S:g} s; the game stalls or has stopped. {BRIDGE_HINT}"
             raise self._fail(problem) from error
         except (websocket.WebSocketProtocolException, websocket.WebSocketPayloadException, UnicodeError) as error:
-            raise self._fail(f"the reply is not a text frame of WebSocket ({start_of(str(error))})") from error
+            raise self._fail(f"the reply is not a text frame of WebSocket ({excerpt(str(error))})") from error
         except (OSError, websocket.WebSocketException, ValueError, AttributeError) as error:
-            problem = f"the connection was lost ({start_of(str(error) or type(error).__name__)}). {BRIDGE_HINT}"
+            problem = f"the connection was lost ({excerpt(str(error) or type(error).__name__)}). {BRIDGE_HINT}"
             raise self._fail(problem) from error
         if opcode == websocket.ABNF.OPCODE_CLOSE:
             code = int.from_bytes(data[:2], "big") if len(data) >= 2 else "none"
@@ -178,13 +173,13 @@ class BridgeConnection:
         try:
             reply = json.loads(data.decode())
         except (ValueError, RecursionError) as error:
-            raise self._fail(f"the reply is not JSON ({start_of(str(error))})", shown=True) from error
+            raise self._fail(f"the reply is not JSON ({excerpt(str(error))})", shown=True) from error
         if not isinstance(reply, dict):
             raise self._fail("the reply is not a JSON object", shown=True)
         if reply.get("type") == "error":
-            raise self._fail(f"the game answered with an error: {start_of(str(reply.get('message')), 300)}")
+            raise self._fail(f"the game answered with an error: {excerpt(str(reply.get('message')), 300)}")
         if reply.get("type") != expected:
-            what = f"the reply's type is {start_of(reply.get('type'))!r}, expected {expected!r}"
+            what = f"the reply's type is {excerpt(reply.get('type'))!r}, expected {expected!r}"
             raise self._fail(what, shown=True)
         return reply
 
@@ -199,24 +194,24 @@ class BridgeConnection:
             fits = is_finite(value) and (kind is float or (value == int(value) and abs(value) < 2**53))
         if not fits:
             wanted = {float: "a finite number", int: "a whole number", bool: "true or false"}[kind]
-            raise self._fail(f"{where}{key} is {start_of(json.dumps(value))}, it must be {wanted}", shown=True)
+            raise self._fail(f"{where}{key} is {excerpt(json.dumps(value))}, it must be {wanted}", shown=True)
         return kind(value)
 
     def _observation(self, reply: dict) -> list[float]:
         values = reply.get("observation")
         if not isinstance(values, list) or len(values) != OBS_SIZE:
-            what = f"has {len(values)} elements" if isinstance(values, list) else f"is {start_of(json.dumps(values))}"
+            what = f"has {len(values)} elements" if isinstance(values, list) else f"is {excerpt(json.dumps(values))}"
             raise self._fail(f"observation {what}, it must be a list of {OBS_SIZE} numbers", shown=True)
         for i, (value, (low, high)) in enumerate(zip(values, OBS_RANGES, strict=True)):
             if not (is_finite(value) and low <= value <= high):
-                what = f"observation[{i}] ({OBS_NAMES[i]}) is {start_of(json.dumps(value))}"
+                what = f"observation[{i}] ({OBS_NAMES[i]}) is {excerpt(json.dumps(value))}"
                 raise self._fail(f"{what}, it must be a number in [{OBS_LOW[i]:g}, {OBS_HIGH[i]:g}]", shown=True)
         return values
 
     def _info(self, reply: dict, kinds: dict[str, type]) -> dict:
         info = reply.get("info")
         if not isinstance(info, dict):
-            raise self._fail(f"info is {start_of(json.dumps(info))}, it must be an object", shown=True)
+            raise self._fail(f"info is {excerpt(json.dumps(info))}, it must be an object", shown=True)
         return {key: self._field(info, key, kind, "info.") for key, kind in kinds.items()}
 
     # -- the protocol --------------------------------------------------------------------------------------------------
@@ -296,8 +291,8 @@ class BridgeCars:
         for i, track_id in enumerate(self.track_ids):
             if track_id in TRACKS:
                 track = load_track(track_id)
-                half_width = track.half_width(observations[i, 12] * track.length)
-                off_road[i] = observations[i, 13] * CENTRELINE_RANGE > half_width
+                half_width = track.half_width(observations[i, ARC] * track.length)
+                off_road[i] = observations[i, CENTRELINE] * CENTRELINE_RANGE > half_width
         return off_road
 
     @contextlib.contextmanager

@@ -1,179 +1,33 @@
-"""Laps: timed, counted while cars train, driven and judged in evaluations.
+"""How well a driver drives: deterministic laps, their summaries, and what to compare them with.
 
-    tracks = ["track-01", "track-02", "track-03"]
-    envs = RacerVectorEnv(3, tracks)
-    for episode in evaluate(full_throttle, envs, tracks):
-        print(describe(summarize([episode], envs.config)))
+tracks = ["track-01", "track-02", "track-03"]
+envs = RacerVectorEnv(3, tracks)
+for episode in evaluate(full_throttle, envs, tracks):
+    print(describe(summarize([episode], envs.config)))
 
-    1  RaceStats     laps, episodes and reward parts of the cars that train
-    2  evaluation    an episode of every car without noise: its laps, its rewards, its time off the road
-    3  hand-written  the driver to compare with
-    4  summaries     how clean and how fast that was, and how near to the best known: numbers, tags, lines of text
-
-A lap goes from line to line, as in the game.
+1  evaluation    an episode of every car: its laps, its rewards, its time off the road
+2  yardsticks    the best laps and rewards known, and the hand-written driver
+3  summaries     numbers, tags and lines of text
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from callbacks_lite import MANY_TRACKS, LapTimer
 from racer.game.bridge import BridgeError
+from racer.game.config import load_config
+from racer.game.rewards import REWARD_TERMS
+from racer.game.rules import DEFAULT_CONFIG, TICKS_PER_SECOND
+from racer.game.tracks import track_name
 from racer_env import RacerVectorEnv
-from racer.game.sim import DEFAULT_CONFIG, REWARD_PARTS, TICKS_PER_SECOND
 
-# The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
-# and direct search; the inputs that drive them are in tests/golden/best-laps.
-BEST_LAP_TICKS = {
-    "clean": {"track-01": 385, "track-02": 946, "track-03": 1012},
-    "any": {"track-01": 326, "track-02": 892, "track-03": 904},
-}
-# The best rewards known for an episode from the grid with the default config, found and recorded in the same way.
-BEST_REWARD = {"track-01": 7.494, "track-02": 3.047, "track-03": 2.835}
-EVAL_TAGS = {  # in TensorBoard and metrics.csv: what summarize() calls it
-    "mean_reward": "mean_reward",
-    "mean_ep_length": "mean_length",
-    "completion_rate": "completion_rate",
-    "off_road_share": "off_road_share",
-    "mean_lap_time_sec": "mean_lap_sec",
-    "flying_lap_time_sec": "flying_lap_sec",
-    "best_lap_time_sec": "best_lap_sec",
-    "best_clean_lap_time_sec": "best_clean_lap_sec",
-    "percent_of_best_lap": "percent_of_best",
-    "percent_of_best_reward": "percent_of_best_reward",
-    "percent_of_hand_written": "percent_of_hand_written",
-}
-MANY_TRACKS = 6  # of more than these, training shows a summary: not every track's line, picture and tags
-MIN_CUT_TICKS = 10  # a shorter episode says nothing about a whole one
-EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean look back this many episodes
-
-# == 1  RaceStats ======================================================================================================
-
-
-class LapTimer:
-    """Laps of N cars from line to line, from the infos of a vector environment: begin(infos) after a reset, then cross(infos).
-
-    The game counts a lap only if it began on the line. With start="anywhere" the first crossing starts the clock.
-    """
-
-    def begin(self, infos: dict) -> None:
-        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
-        self.lap_began = np.zeros(len(self.lap), np.int64)  # step counts
-
-    def cross(self, infos: dict) -> tuple[np.ndarray, np.ndarray]:
-        """-> the cars that have finished a lap in this tick, and the ticks it took them"""
-        now = final_infos(infos)
-        crossed = np.flatnonzero((now["checkpoint"] == 0) & (self.checkpoint != 0))
-        cars = crossed[now["lap"][crossed] > self.lap[crossed]]
-        ticks = now["stepCount"][cars] - self.lap_began[cars]
-        self.lap_began[crossed] = now["stepCount"][crossed]
-        if "_final_info" in infos:
-            self.lap_began[infos["_final_info"]] = 0
-        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
-        return cars, ticks
-
-
-def final_infos(infos: dict, names=("lap", "checkpoint", "stepCount")) -> dict:
-    """Some infos of a tick. Where an episode ended, `infos` already speaks of the next one."""
-    ended = infos.get("_final_info")
-    return {n: infos[n] if ended is None else np.where(ended, infos["final_info"][n], infos.get(n, 0)) for n in names}
-
-
-class RaceStats(LapTimer):
-    """Laps, episodes and reward parts of N cars, from the infos of a vector environment with same-step autoreset.
-
-    begin(infos) after a reset, step(infos) after every step; take() after a rollout gives what has happened, log() writes it.
-
-    An episode that was cut (`stagger`, or a fault of the bridge) is extrapolated to full length at its reward per tick, so that
-    early means are not biased to short episodes. For the completion rate it counts if it had half an episode's time for a lap.
-    """
-
-    ARRAYS = ("lap", "checkpoint", "lap_began", "lapped")
-
-    def __init__(self, num_cars: int, max_steps: int, patience: int = 0):
-        self.num_cars, self.max_steps, self.patience = num_cars, max_steps, patience
-        self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, length it stands for)
-        self.best_lap_sec, self.rollout = math.inf, {}
-        self.begin({"lap": np.ones(num_cars, np.int64), "checkpoint": np.zeros(num_cars, np.int64)})
-        self.take()
-
-    def begin(self, infos: dict) -> None:
-        super().begin(infos)
-        self.lapped = np.zeros(self.num_cars, bool)
-
-    def step(self, infos: dict) -> None:
-        self.rollout["steps"] += self.num_cars
-        for part, values in final_infos(infos, REWARD_PARTS).items():
-            self.rollout["parts"][part] += float(values.sum())
-        cars, ticks = self.cross(infos)
-        if len(cars):
-            self.rollout["lap_times_sec"] += (ticks / TICKS_PER_SECOND).tolist()
-            self.lapped[cars] = True
-        if "episode" in infos:
-            self._end_episodes(np.flatnonzero(infos["_final_info"]), infos["episode"])
-
-    def _end_episodes(self, cars, episode: dict) -> None:
-        cut = episode.get("cut", np.zeros(self.num_cars, bool))
-        self.rollout["put_back"] += int(np.sum(episode.get("put_back", 0)))
-        for i in cars:
-            ticks = int(episode["l"][i])
-            if ticks:  # none if the bridge failed before the first tick
-                stands_for = self.max_steps if cut[i] and ticks >= MIN_CUT_TICKS else ticks
-                self.rollout["episodes"].append((float(episode["r"][i]), ticks, stands_for))
-            if not cut[i] or ticks >= self.max_steps / 2:  # by its length, whatever happened in it
-                self.rollout["counted"] += 1
-                self.rollout["completed"] += int(self.lapped[i])
-        self.lapped[cars] = False
-
-    def take(self) -> dict:
-        """What has happened since the last time."""
-        rollout = self.rollout
-        self.rollout = {"steps": 0, "counted": 0, "completed": 0, "put_back": 0, "lap_times_sec": [], "episodes": []}
-        self.rollout["parts"] = dict.fromkeys(REWARD_PARTS, 0.0)
-        return rollout
-
-    def log(self, logger, rollouts: list[dict]) -> None:
-        """Record what take() gave in every process. What did not happen is not logged: no laps, no lap times."""
-        steps, counted, completed = (sum(r[name] for r in rollouts) for name in ("steps", "counted", "completed"))
-        laps, episodes = ([x for r in rollouts for x in r[name]] for name in ("lap_times_sec", "episodes"))
-        for part in REWARD_PARTS:
-            logger.record(f"reward/{part}", sum(r["parts"][part] for r in rollouts) / max(steps, 1))
-        if laps:
-            self.best_lap_sec = min(self.best_lap_sec, *laps)
-            logger.record("racer/mean_lap_time_sec", float(np.mean(laps)))
-            logger.record("racer/best_noisy_lap_time_sec", min(laps))
-        if self.patience:
-            logger.record("racer/put_back", sum(r["put_back"] for r in rollouts))
-        if counted:
-            logger.record("racer/completion_rate", completed / counted)
-        if episodes:
-            logger.record("racer/episodes_this_rollout", len(episodes))
-            self.episodes.extend(episodes)
-        if self.episodes:
-            returns, ticks, lengths = np.array(self.episodes).T
-            logger.record("rollout/ep_rew_mean", (returns / ticks * lengths).mean())
-            logger.record("rollout/ep_len_mean", lengths.mean())
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """For a checkpoint taken between rollouts."""
-        arrays = {name: getattr(self, name) for name in self.ARRAYS}
-        return {**arrays, "episodes": np.array(self.episodes).reshape(-1, 3), "best_lap_sec": self.best_lap_sec}
-
-    def set_state(self, state: dict) -> None:
-        for name in self.ARRAYS:
-            setattr(self, name, np.array(state[name]))
-        self.episodes = deque(state["episodes"].tolist(), maxlen=EPISODE_WINDOW)
-        self.best_lap_sec = state["best_lap_sec"]
-
-
-# == 2  Evaluation =====================================================================================================
+# == 1  Evaluation =====================================================================================================
 
 
 class Lap(NamedTuple):
@@ -193,27 +47,28 @@ class Episode:
     off_road: list[bool] = dataclasses.field(default_factory=list)
     laps: list[Lap] = dataclasses.field(default_factory=list)
     terminated: bool = False
-    places: np.ndarray | None = dataclasses.field(default=None, compare=False)  # (ticks + 1, 7), with a render_mode
+    extrapolated: bool = False  # its last laps were not driven, but repeat the one before
+    trajectory: np.ndarray | None = dataclasses.field(default=None, compare=False)  # (ticks + 1, 7), with a render_mode
 
     def finish_lap(self, ticks: int, flying: bool) -> None:
         self.laps.append(Lap(ticks, len(self.rewards), sum(self.off_road[-ticks:]), flying))
 
     @property
     def failed(self) -> bool:
-        """Without a lap, or ended before the time."""
+        """Without a lap, or terminated."""
         return self.terminated or not self.laps
 
     @property
     def repeats(self) -> bool:
-        """Whether the last two laps are alike to the tick. Where inside of a tick a car crosses the line adds one or two."""
+        """Whether the last two laps are the same. Where within a tick a car crosses the line adds a tick or two."""
         if len(self.laps) < 3:  # the first one is not flying
             return False
         a, b = self.laps[-2:]
         return abs(a.ticks - b.ticks) <= 1 and abs(a.off_road - b.off_road) <= 2
 
-    def repeat(self, length: int) -> None:
+    def extrapolate(self, length: int) -> None:
         """Fill the episode with its last lap."""
-        ticks = self.laps[-1].ticks
+        ticks, self.extrapolated = self.laps[-1].ticks, True
         while len(self.rewards) < length:
             self.rewards.append(self.rewards[-ticks])
             self.off_road.append(self.off_road[-ticks])
@@ -222,25 +77,25 @@ class Episode:
 
 
 def evaluate(
-    drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, whole: bool = True, failures: int = 0
+    drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, complete: bool = True, failures: int = 0
 ) -> list[Episode]:
-    """One episode of every car. drive: observations (N, 14) -> inputs (N, 3)
+    """One episode of every car. drive: observations (N, 14) -> actions (N, 3)
 
-    Unless `whole`, a car that drives the same flying lap twice is not driven any farther: the track and the driver are
-    deterministic, so the rest of its episode is filled with that lap.
-    A bridge that fails and comes back restarts the evaluation, as often as it may be connected to again.
+    Unless `complete`, a car that drives the same flying lap twice is not driven any farther: track and driver are
+    deterministic, so the rest of its episode is extrapolated, which is right to a tick per lap.
+    If the bridge fails and comes back, the evaluation restarts, at most `envs.retries` times.
     """
     obs, infos = envs.reset(seed=seed)
     faults, timer, limit = envs.bridge_faults, LapTimer(), envs.config["episode"]["maxSteps"]
-    timer.begin(infos)
-    episodes = [Episode(tracks[i % len(tracks)], envs.starts_on_line) for i in range(envs.num_envs)]
+    timer.on_reset(infos)
+    episodes = [Episode(tracks[i % len(tracks)], envs.from_grid) for i in range(envs.num_envs)]
     running = np.ones(envs.num_envs, bool)
     while running.any():
         obs, rewards, terminated, truncated, infos = envs.step(drive(obs))
         if envs.bridge_faults > faults:
             if failures >= envs.retries:
-                raise BridgeError(f"the bridge failed in an evaluation, {failures + 1} times in a row")
-            return evaluate(drive, envs, tracks, seed, whole, failures + 1)
+                raise BridgeError(f"the bridge failed {failures + 1} times in a row during an evaluation")
+            return evaluate(drive, envs, tracks, seed, complete, failures + 1)
         off_road, ended, laps = envs.off_road, terminated | truncated, dict(zip(*timer.cross(infos), strict=True))
         for i in running.nonzero()[0]:
             episode = episodes[i]
@@ -248,29 +103,42 @@ def evaluate(
             episode.off_road.append(bool(off_road[i]))
             if i in laps:
                 episode.finish_lap(int(laps[i]), flying=bool(episode.laps) or not episode.from_grid)
-            repeats = i in laps and not whole and episode.repeats
+            repeats = i in laps and not complete and episode.repeats
             if ended[i] or repeats:
                 running[i], episode.terminated = False, bool(terminated[i])
-                episode.places = envs.places(i, last_episode=ended[i]) if envs.render_mode else None
+                episode.trajectory = envs.trajectory(i, last_episode=ended[i]) if envs.render_mode else None
             if repeats and not ended[i]:
-                episode.repeat(limit)
+                episode.extrapolate(limit)
     return episodes
 
 
 def score(episodes: list[Episode]) -> float:
-    """What `best.pt` is the best of: the mean reward. Slow laps, grass, walls and standing still all cost some."""
+    """What `best.pt` is the best of: the mean reward. Slow laps, leaving the road, walls and standing still all cost some."""
     return float(np.mean([sum(episode.rewards) for episode in episodes]))
 
 
 def fastest_lap(episode: Episode) -> dict | None:
-    """Where the car was in its fastest lap (ticks + 1, 7), for a picture."""
-    if not episode.laps or episode.places is None:
+    """The trajectory of the fastest lap (ticks + 1, 7), for a picture."""
+    if not episode.laps or episode.trajectory is None:
         return None
     lap = min(episode.laps, key=lambda lap: lap.ticks)
-    return {"track_id": episode.track, "places": episode.places[lap.end - lap.ticks : lap.end + 1]}
+    return {"track_id": episode.track, "trajectory": episode.trajectory[lap.end - lap.ticks : lap.end + 1]}
 
 
-# == 3  The hand-written driver ========================================================================================
+# == 2  Yardsticks =====================================================================================================
+
+# The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
+# and direct search; the actions that drive them are in tests/golden/best-laps.
+BEST_LAP_TICKS = {
+    "clean": {"track-01": 385, "track-02": 946, "track-03": 1012},
+    "any": {"track-01": 326, "track-02": 892, "track-03": 904},
+}
+# The best rewards known for an episode from the grid with the default config, found and recorded in the same way.
+BEST_REWARD = {"track-01": 7.494, "track-02": 3.047, "track-03": 2.835}
+
+# The hand-written driver is measured at its best: by reward, of these 28 settings.
+GAINS, OFFSETS = (0.25, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0), (-0.1, -0.03, 0.0, 0.03)
+HAND_WRITTEN_REWARD = {"track-01": 7.2152, "track-02": 2.9787, "track-03": 2.7305}  # default config; held by a test
 
 
 def full_throttle(observations: np.ndarray, gain=1.0, offset=0.0) -> np.ndarray:
@@ -280,26 +148,62 @@ def full_throttle(observations: np.ndarray, gain=1.0, offset=0.0) -> np.ndarray:
     return np.stack([steer, np.ones(len(steer)), np.zeros(len(steer))], axis=1)
 
 
-def hand_written_rewards(tracks, config_path) -> dict[str, float]:
-    """What that driver reaches on every track in an episode from the grid."""
-    with contextlib.closing(RacerVectorEnv(len(tracks), tracks, config_path)) as envs:
-        return {episode.track: score([episode]) for episode in evaluate(full_throttle, envs, tracks, whole=False)}
+def hand_written_episodes(tracks, config_path=None) -> dict[str, tuple[Episode, Episode]]:
+    """What the hand-written driver does on each track, from the grid: with its default setting, and with its best one."""
+    gain, offset = (values.ravel() for values in np.meshgrid(GAINS, OFFSETS))
+    drive = lambda obs: full_throttle(obs, np.repeat(gain, len(tracks)), np.repeat(offset, len(tracks)))  # noqa: E731
+    with contextlib.closing(RacerVectorEnv(len(gain) * len(tracks), list(tracks), config_path)) as envs:
+        episodes = evaluate(drive, envs, tracks)
+    default = next(i for i in range(len(gain)) if (gain[i], offset[i]) == (1.0, 0.0))
+    found = {}
+    for i, track in enumerate(tracks):
+        own = episodes[i :: len(tracks)]
+        found[track] = own[default], max(own, key=lambda episode: score([episode]))
+    return found
 
 
-# == 4  Summaries ======================================================================================================
+def hand_written_rewards(tracks, config_path=None) -> dict[str, float]:
+    """The reward of the hand-written driver's best setting on each track."""
+    known = HAND_WRITTEN_REWARD if is_default(load_config(config_path)) else {}
+    unknown = [track for track in tracks if track not in known]
+    driven = hand_written_episodes(unknown, config_path) if unknown else {}
+    return {track: known[track] if track in known else score([driven[track][1]]) for track in tracks}
+
+
+def is_default(config: dict) -> bool:
+    """Whether rewards are the game's own, so that they can be compared with recorded ones."""
+    return config == DEFAULT_CONFIG and not REWARD_TERMS
+
+
+# == 3  Summaries ======================================================================================================
+
+EVAL_TAGS = {  # tag in TensorBoard and metrics.csv: its name in summarize()
+    "mean_reward": "mean_reward",
+    "mean_ep_length": "mean_length",
+    "completion_rate": "completion_rate",
+    "off_road_share": "off_road_share",
+    "mean_lap_time_sec": "mean_lap_sec",
+    "flying_lap_time_sec": "flying_lap_sec",
+    "best_lap_time_sec": "best_lap_sec",
+    "best_clean_lap_time_sec": "best_clean_lap_sec",
+    "percent_of_best_lap": "percent_of_best",
+    "percent_of_best_reward": "percent_of_best_reward",
+    "percent_of_hand_written": "percent_of_hand_written",
+}
 
 
 def summarize(episodes: list[Episode], config: dict, hand_written: float | None = None) -> dict:
-    """Several episodes on one track, from one kind of start. Times in seconds; None for what there is none of.
+    """Several episodes on one track, from one kind of start. Times in seconds; None where there is no value.
 
-    `percent_of_best` compares the median flying lap with the best one known: clean laps with the best clean lap, unless
-    leaving the road costs nothing; then all laps with the best at any price. `percent_of_best_reward` compares rewards.
+    hand_written: the reward of the hand-written driver's best setting, if it is known. `percent_of_best` compares the median
+    flying lap with the best one known: clean laps with the best clean lap, unless leaving the road costs nothing; then all
+    laps with the best at any price. `percent_of_best_reward` compares rewards.
     """
     track, laps = episodes[0].track, [lap for episode in episodes for lap in episode.laps]
     kind = "clean" if config["weights"]["offTrackPenalty"] < 0 else "any"
     best_lap = BEST_LAP_TICKS[kind].get(track)
     comparable = [lap.ticks for lap in laps if lap.flying and (kind == "any" or not lap.off_road)]
-    best_reward = BEST_REWARD.get(track) if config == DEFAULT_CONFIG and episodes[0].from_grid else None
+    best_reward = BEST_REWARD.get(track) if is_default(config) and episodes[0].from_grid else None
     seconds = {
         "first": [lap.ticks / TICKS_PER_SECOND for lap in laps if not lap.flying],
         "flying": [lap.ticks / TICKS_PER_SECOND for lap in laps if lap.flying],
@@ -307,7 +211,7 @@ def summarize(episodes: list[Episode], config: dict, hand_written: float | None 
     }
     every = seconds["first"] + seconds["flying"]
     return {
-        "track": track,
+        "track": track_name(track),
         "episodes": len(episodes),
         "failures": sum(e.failed for e in episodes),
         "completion_rate": float(np.mean([bool(e.laps) for e in episodes])),
@@ -329,15 +233,15 @@ def summarize(episodes: list[Episode], config: dict, hand_written: float | None 
 
 
 def eval_metrics(results: list[dict]) -> dict[str, float]:
-    """Results by tag: the mean over the tracks, and each of several tracks. A mean is left out while a track has no value."""
+    """Results by tag: of every track, and over all of them. Lap times of several tracks have no meaningful mean."""
     metrics = {}
     for tag, name in EVAL_TAGS.items():
         values = [result[name] for result in results]
-        if None not in values:
+        if None not in values and (len(results) == 1 or not tag.endswith("_sec")):
             metrics[f"eval/{tag}"] = float(np.mean(values))
-        for result in results if 1 < len(results) <= MANY_TRACKS else ():
+        for result in results if len(results) <= MANY_TRACKS else ():
             if result[name] is not None:
-                metrics[f"eval/{Path(result['track']).stem}/{tag}"] = result[name]
+                metrics[f"eval/{result['track']}/{tag}"] = result[name]
     return metrics
 
 
@@ -353,7 +257,7 @@ def describe(result: dict) -> str:
     text += f", reward {result['mean_reward']:.3f}"
     text += "" if best_reward is None or best_reward < 0 else f" ({best_reward:.1f} %)"
     if result["percent_of_hand_written"] is not None:
-        text += f", {result['percent_of_hand_written']:.1f} % of the hand-written driver's"
+        text += f", {result['percent_of_hand_written']:.1f} % of the best hand-written"
     return f"{text}, {result['clean_laps']} of {result['laps']} laps clean, off the road {100 * result['off_road_share']:.1f} %"
 
 
@@ -365,11 +269,13 @@ def describe_all(results: list[dict]) -> str:
     shares = {r["track"]: r["percent_of_hand_written"] for r in results if r["percent_of_hand_written"] is not None}
     if shares:
         worst = min(shares, key=shares.get)
-        text += f", {np.mean([*shares.values()]):.1f} % of the hand-written driver's (worst {shares[worst]:.1f} % on {worst})"
+        text += (
+            f", {np.mean([*shares.values()]):.1f} % of the best hand-written (worst {shares[worst]:.1f} % on {worst})"
+        )
     return f"{text}, off the road {100 * off_road:.1f} %"
 
 
 def lines_of(results: list[dict]) -> list[str]:
-    """A line for every track, and one for all of several. Of many tracks, that one alone."""
+    """A line per track, and one for all of them if there are several; for many tracks, only that one."""
     lines = [describe(result) for result in results if len(results) <= MANY_TRACKS]
     return lines + ([describe_all(results)] if len(results) > 1 else [])

@@ -1,7 +1,7 @@
 """Pictures of the race: a track seen from above, cars on it, a lap as a racing line and as an animated replay. Needs Pillow.
 
-    picture = draw_lap("track-01", places)                  # a lap as a racing line, from where its car was in every tick
-    gif = draw_lap("track-01", places, replay=True)         # the same lap, driven again in real time
+    picture = draw_lap("track-01", trajectory)              # a lap as a racing line
+    gif = draw_lap("track-01", trajectory, replay=True)     # the same lap, driven again in real time
 
     1  Painter      one track: runoff, shoulder, road, walls, start line, cars
     2  Camera       what render() shows: the cars of a simulation, and the way they came
@@ -20,7 +20,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from racer.game.sim import MAX_SPEED, SHOULDER_WIDTH, TICKS_PER_SECOND, RacerSim, Track, load_track
+from racer.game.rules import MAX_SPEED, SHOULDER_WIDTH, TICKS_PER_SECOND
+from racer.game.sim import RacerSim
+from racer.game.track import Track
+from racer.game.tracks import load_track
 
 PICTURE_SIZE = 800  # pixels along the longer side of a track
 REPLAY_SIZE = 480
@@ -166,7 +169,7 @@ class Camera:
 
     def follow(self, actions) -> None:
         if self.is_twin:
-            self.sim.step(actions, observe=False)
+            self.sim.step(actions, observing=False)
         for i, places in enumerate(self.places):
             places.append(self._place(i))
 
@@ -182,10 +185,12 @@ class Camera:
 # == 3  A lap ==========================================================================================================
 
 
-def draw_lap(track_id: str, places: np.ndarray, replay: bool = False):
-    """A lap from the places (T + 1, 7) of its car (see Camera). -> (H, W, 3) uint8, or its replay as an encoded GIF"""
+def draw_lap(track_id: str, trajectory: np.ndarray, replay: bool = False):
+    """A lap from the trajectory (T + 1, 7) of its car (see Camera). -> (H, W, 3) uint8, or its replay as an encoded GIF"""
     track = load_track(track_id)
-    return lap_replay(painter_of(track, REPLAY_SIZE), places) if replay else racing_line(painter_of(track), places)
+    return (
+        lap_replay(painter_of(track, REPLAY_SIZE), trajectory) if replay else racing_line(painter_of(track), trajectory)
+    )
 
 
 def save_picture(path: Path, picture: np.ndarray) -> None:

@@ -1,0 +1,81 @@
+"""Cars on either backend behind one interface: the embedded engine here, the real game in bridge.py. `make_cars` chooses.
+
+The interface, with arrays over cars throughout:
+
+    reset(cars, seeds) -> observations (n, OBS_SIZE), info      cars: indices; seeds: one per car, or None to continue
+    step(actions)      -> observations (N, OBS_SIZE), rewards, terminated, truncated, info
+    close()            idempotent
+    track_ids          of every car
+    off_road           which cars were off the road after the last tick (N,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from racer.game.bridge import BridgeCars
+from racer.game.checks import excerpt
+from racer.game.rules import RESET_INFO, STARTS
+from racer.game.sim import RacerSim
+from racer.game.tracks import TRACKS
+
+ENGINE_NAMES = {  # what the engine calls the entries of info, but for the reward parts
+    "tick": "step_count", "rawSpeed": "speed", "lap": "lap", "checkpoint": "checkpoint", "stepCount": "step_count",
+    "wallContact": "wall_contact", "stillnessCounter": "stillness",
+}  # fmt: skip
+
+
+class EmbeddedCars:
+    """N cars on the embedded engine."""
+
+    def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, start: str, first_car: int = 0):
+        self.sim = RacerSim(num_cars, track_ids, config, start, first_car=first_car)
+        self.track_ids = [track_ids[number] for number in self.sim.track]
+        self.off_road = np.zeros(num_cars, bool)
+
+    def reset(self, cars: np.ndarray, seeds: Sequence[int] | None = None):
+        if seeds is not None:
+            self.sim.seed_cars(cars, seeds)
+        observations = self.sim.reset(cars).astype(np.float32)
+        return observations, {key: getattr(self.sim, ENGINE_NAMES[key])[cars] for key in RESET_INFO}
+
+    def step(self, actions: np.ndarray):
+        sim = self.sim
+        observations, rewards, terminated, truncated = sim.step(actions)
+        self.off_road = sim.centre_distance > sim.half_width
+        # Copies, so that callers cannot change the cars.
+        info = sim.parts | {key: getattr(sim, name).copy() for key, name in ENGINE_NAMES.items()}
+        return observations.astype(np.float32), rewards, terminated, truncated, info
+
+    def close(self) -> None:
+        pass
+
+
+def as_names(value, argument: str, hint: str) -> list[str]:
+    """One name or a list of names -> a list of names."""
+    names = [value] if isinstance(value, (str, Path)) else value
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, (str, Path)) for name in names):
+        raise ValueError(f"{argument} is {excerpt(value)}; it must be a text, or a list of at least one. {hint}")
+    return [str(name) for name in names]
+
+
+def make_cars(num_cars: int, track_id, config: dict, bridge_url, start: str, first_car: int = 0):
+    """N cars on the embedded engine, or in the real game if bridge URLs are given. Checks everything that the user gave."""
+    if isinstance(num_cars, bool) or not isinstance(num_cars, (int, np.integer)) or num_cars < 1:
+        raise ValueError(f"num_envs is {num_cars!r}; it must be a whole number, 1 or more")
+    if start not in STARTS:
+        raise ValueError(f"unknown start {start!r}. Available: {', '.join(STARTS)}")
+    track_ids = as_names(track_id, "track_id", f"Available: {', '.join(TRACKS)}")
+    if bridge_url is None:
+        return EmbeddedCars(int(num_cars), track_ids, config, start, first_car)
+    urls = as_names(bridge_url, "bridge_url", "Leave it out to drive on the embedded engine")
+    if start != "grid":
+        raise ValueError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
+    for track in track_ids:
+        if track.lower().endswith(".json"):
+            own = f"its own tracks, e.g. {', '.join(TRACKS)}"
+            raise ValueError(f"track {track!r} is a file, but the real game has only {own}")
+    return BridgeCars(int(num_cars), track_ids, config, urls, first_car)

@@ -1,0 +1,31 @@
+"""Random numbers that are the same on every machine: splitmix64, with a stream per car."""
+
+from __future__ import annotations
+
+import numpy as np
+
+STEP = 0x9E3779B97F4A7C15  # between two states of a stream
+
+
+def scramble(z):
+    """splitmix64's output function, a bijection on uint64 without visible structure."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def first_state(seed: int) -> np.int64:
+    """The state a stream starts from. Scrambled, so that neighbouring seeds give distant streams."""
+    return scramble(np.array([int(seed) % 2**64], np.uint64)).view(np.int64)[0]
+
+
+def uniform(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The next numbers in [0, 1) of streams (n,), and their new states. States are uint64 kept as int64, which torch can save."""
+    state = state.view(np.uint64) + np.uint64(STEP)
+    return (scramble(state) >> np.uint64(11)) / 2.0**53, state.view(np.int64)
+
+
+def car_seeds(seed: int, cars) -> list[int]:
+    """A seed for each car (by its number in the fleet). No two pairs of seed and car share one, in practice."""
+    base = scramble(np.array([int(seed) % 2**64], np.uint64))
+    return [int(s) for s in scramble(base + np.uint64(STEP) * np.asarray(cars, np.uint64))]

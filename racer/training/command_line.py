@@ -1,0 +1,219 @@
+"""The command line of a trainer: flags, the presets they bring, what to do with a trained driver, exit codes.
+
+`read_command` gives the settings (the trainer's `Args`) and the task (`Task`). Types of Args fields, such as `Count` and
+`Fraction`, carry the range of their values; `check_ranges` checks them, also for Args made in Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import signal
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import tyro
+
+from racer.game.bridge import BridgeError
+from racer.training.checkpoints import load_checkpoint, network_settings, saved_args
+from racer.training.processes import (
+    ProcessError, SharedError, broadcast_from_rank0, exit_process, init_processes, rank, remembered,
+)  # fmt: skip
+from racer.training.terminal import warn
+
+EXIT_ERROR, EXIT_USAGE, EXIT_BRIDGE, EXIT_PROCESS, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 4, 130, 143
+EXIT_CODES = {  # by what ended the command
+    BridgeError: EXIT_BRIDGE, ProcessError: EXIT_PROCESS, FloatingPointError: EXIT_ERROR, ValueError: EXIT_USAGE,
+    OSError: EXIT_USAGE, KeyboardInterrupt: EXIT_INTERRUPTED,
+}  # fmt: skip
+KNOWN_TO_ALL = (0, EXIT_BRIDGE, EXIT_INTERRUPTED, EXIT_TERMINATED)  # ends that every process of a run takes part in
+
+# == Types of settings =================================================================================================
+
+
+class Range(NamedTuple):
+    """The values that a setting may have."""
+
+    low: float
+    high: float = float("inf")
+    without_low: bool = False
+
+    def __contains__(self, value) -> bool:
+        return self.low <= value <= self.high and not (self.without_low and value == self.low)
+
+    def __str__(self) -> str:
+        low = f"more than {self.low:g}" if self.without_low else f"{self.low:g} or more"
+        return low if self.high == float("inf") else f"from {self.low:g} to {self.high:g}"
+
+
+def _count(words: list[str]) -> int:
+    value = float(words[0].replace("_", ""))
+    if not 1 <= value < 2**53 or value != int(value):
+        raise ValueError(f"{words[0]} is not a whole number, 1 or more, like 2000000, 2_000_000 or 2e6")
+    return int(value)
+
+
+Count = Annotated[  # a number of steps, cars or the like
+    int,
+    Range(1),
+    tyro.constructors.PrimitiveConstructorSpec(
+        1, "N", _count, is_instance=lambda value: isinstance(value, int), str_from_instance=lambda value: [str(value)]
+    ),
+]
+Whole = Annotated[int, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
+Positive = Annotated[float, Range(0, without_low=True)]
+NonNegative = Annotated[float, Range(0)]
+
+
+def check_ranges(args) -> None:
+    """ValueError that names the flag if a setting is out of the range of its type."""
+    for name, kind in typing.get_type_hints(type(args), include_extras=True).items():
+        for allowed in typing.get_args(kind)[1:]:
+            if isinstance(allowed, Range) and getattr(args, name) not in allowed:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {allowed}")
+
+
+def tracks_of(args) -> tuple[str, ...]:
+    """The ids of the tracks to drive on."""
+    if args.random_tracks and tuple(args.track_id) != type(args).track_id:
+        raise ValueError("--random-tracks and --track-id are mutually exclusive")
+    tracks = tuple(f"random-{n}" for n in range(1, args.random_tracks + 1)) or tuple(args.track_id)
+    if not tracks or len(set(tracks)) < len(tracks):
+        raise ValueError(f"--track-id is {' '.join(tracks)}; name one track or several different ones")
+    return tracks
+
+
+# == Flags =============================================================================================================
+
+
+@dataclasses.dataclass
+class Task:
+    """What to do with a trained driver instead of training, and defaults for slow games."""
+
+    evaluate: Path | None = None
+    """evaluate this checkpoint (or a run folder's best.pt) with deterministic actions"""
+    episodes: Count = 10
+    """with --evaluate: episodes per track"""
+    json: Path | None = None
+    """with --evaluate: also write the results to this file"""
+    export: Path | None = None
+    """write the driver of --checkpoint to this folder, as the browser game loads it (ONNX)"""
+    checkpoint: Path | None = None
+    """with --export: the checkpoint or run folder"""
+    slow_game: bool = False
+    """use the defaults of --bridge-url on the embedded engine, to try them without the game"""
+
+
+class Preset(NamedTuple):
+    """Defaults that other flags bring."""
+
+    flag: str  # which flag, for readers
+    applies: Callable[[argparse.Namespace], object]  # whether it is on the command line
+    values: dict
+
+
+def peek_args(argv: list[str]) -> argparse.Namespace:
+    """The flags that decide which defaults the others have. ValueError for flags that exclude or need each other."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("start-from", "resume", "evaluate", "json", "export", "checkpoint"):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
+    for name in ("track-id", "bridge-url"):
+        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*", default=None)
+    parser.add_argument("--random-tracks", "--random_tracks", type=int, default=0)
+    parser.add_argument("--slow-game", "--slow_game", action=argparse.BooleanOptionalAction)
+    given = parser.parse_known_args(argv)[0]
+    tasks = [f"--{n.replace('_', '-')}" for n in ("start_from", "resume", "evaluate", "export") if getattr(given, n)]
+    if len(tasks) > 1:
+        raise ValueError(f"{' and '.join(tasks)} are mutually exclusive")
+    for flag, other in (("export", "checkpoint"), ("checkpoint", "export"), ("json", "evaluate")):
+        if getattr(given, flag) and not getattr(given, other):
+            raise ValueError(f"--{flag} needs --{other} as well")
+    if given.random_tracks and given.track_id:
+        raise ValueError("--random-tracks and --track-id are mutually exclusive")
+    if given.bridge_url == [] and not given.resume:
+        raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
+    return given
+
+
+def read_command(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: str, argv: list[str] | None = None):
+    """The command line. -> Args, Task
+
+    Defaults are those of Args and of the presets that apply; with --resume, --evaluate and --export those of the checkpoint.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    saved = remembered("saved")
+    if saved and Path(saved, "checkpoint.pt").exists():  # torchrun has restarted the processes
+        argv = ["--resume", saved]
+    given = peek_args(argv)
+    if path := given.resume or given.evaluate or given.checkpoint:
+        prefer = "checkpoint.pt" if given.resume else "best.pt"
+        defaults = saved_args(Args, broadcast_from_rank0(load_checkpoint, path, algorithm, prefer)["args"])
+        changes = {} if given.resume else {"start": "grid", "bridge_url": (), "start_from": None, "resume": None}
+        if not given.resume and given.track_id:
+            changes["random_tracks"] = 0
+        if given.random_tracks:
+            changes["track_id"] = Args.track_id
+    else:
+        defaults, changes = Args(), {}
+        for preset in presets:
+            changes |= preset.values if preset.applies(given) else {}
+        if given.start_from:  # networks of the same shape
+            saved = broadcast_from_rank0(load_checkpoint, given.start_from, algorithm, "best.pt")["args"]
+            changes |= {name: saved[name] for name in network_settings(Agent) if name in saved}
+    Command = dataclasses.make_dataclass("Command", [("args", Args), ("task", Task)])
+    default = Command(dataclasses.replace(defaults, **changes), Task())
+    usage = "\n\n".join(doc.split("\n\n")[:2])
+    command = tyro.cli(tyro.conf.OmitArgPrefixes[Command], args=argv, default=default, description=usage)
+    return command.args, command.task
+
+
+# == Exit codes ========================================================================================================
+
+
+def exits_with_code(main: Callable) -> Callable[[], int]:
+    """Make a command of `main`: an error becomes one message without a traceback, and the result an exit code."""
+
+    @functools.wraps(main)
+    def command() -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # for terminals that lack a letter
+        program = Path(sys.argv[0]).name
+        try:
+            init_processes()
+            return exit_code(main())
+        except SystemExit as end:  # --help, or a flag that tyro refuses
+            return int(end.code or 0)
+        except SharedError as shared:
+            error = shared.error
+            if rank() == 0:
+                warn(f"\n{program}: {error}")
+        except KeyboardInterrupt as interrupt:
+            error = interrupt
+            warn(f"\n{program}: stopped at once; --resume continues from the last checkpoint, if there is one")
+        except tuple(EXIT_CODES) as expected:
+            error = expected
+            warn(f"\n{program}: {error}")
+        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+
+    return command
+
+
+def exit_code(result) -> int:
+    """Of what `train` returned, or of a task."""
+    if not isinstance(result, dict) or (result["saved"] and result["finished"]):
+        return 0
+    if not result["saved"]:
+        return EXIT_ERROR
+    return EXIT_TERMINATED if result["signal"] == signal.SIGTERM else EXIT_INTERRUPTED
+
+
+def run_as_script(main: Callable[[], int]) -> None:
+    """Call `main` and end the process."""
+    code = main()
+    exit_process(code, all_know=code in KNOWN_TO_ALL)

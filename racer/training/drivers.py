@@ -1,0 +1,84 @@
+"""Trained drivers: loaded from a checkpoint, evaluated, exported into the browser game."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
+from racer.training.checkpoints import load_checkpoint, must_fit
+from racer.training.evaluation import describe, describe_all, evaluate, hand_written_rewards, summarize
+from racer.training.terminal import print_safely
+from racer_env import RacerVectorEnv
+
+
+def load_driver(path: Path, algorithm: str, agent: torch.nn.Module) -> torch.nn.Module:
+    """Load the driver of a checkpoint into `agent`. Only the actor is needed, so the critics may have another shape."""
+    parts = load_checkpoint(path, algorithm, prefer="best.pt")["parts"]
+    needed = [name for name in agent.state_dict() if name.startswith(("actor.", "obs_"))]
+    with must_fit():
+        agent.load_state_dict({name: parts["agent"][name] for name in needed}, strict=False)
+    return agent
+
+
+def evaluate_driver(agent: torch.nn.Module, args, task) -> list[dict]:
+    """`--evaluate`: complete episodes of a trained driver, on the tracks of its training unless others are given."""
+    results = []
+    torch.set_num_threads(1)  # as in training
+    if task.json:
+        task.json.touch()  # fail now, not after the drive
+    print_safely(f"{task.episodes} episodes per track, from {'the grid' if args.start == 'grid' else 'anywhere'}")
+    comparable = args.start == "grid" and not args.bridge_url
+    hand_written = hand_written_rewards(args.tracks, args.config_path) if comparable else {}
+    for track in args.tracks:
+        settings = {"bridge_url": args.bridge_url or None, "start": args.start, "retries": args.bridge_retries}
+        with contextlib.closing(RacerVectorEnv(task.episodes, track, args.config_path, **settings)) as envs:
+            episodes = evaluate(agent.drive, envs, [track], args.seed)
+        results.append(summarize(episodes, envs.config, hand_written.get(track)))
+        print_safely(describe(results[-1]))
+    if len(results) > 1:
+        print_safely(describe_all(results))
+    if task.json:
+        task.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    return results
+
+
+def export_driver(agent: torch.nn.Module, folder: Path) -> None:
+    """`--export`: a driver as the browser game loads it. The game normalises observations with the stats, then runs the model."""
+    try:
+        import onnx  # noqa: F401  torch.onnx needs it
+        import onnxruntime
+    except ImportError as error:
+        raise ValueError("--export needs packages that are not installed: pip install onnx onnxruntime") from error
+    path = folder / "model.onnx"
+    stats = {"obs_mean": agent.obs_mean.tolist(), "obs_var": agent.obs_var.tolist()}
+    stats |= {"clip_obs": agent.NORM_CLIP, "epsilon": agent.NORM_EPSILON}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
+    names = {"input_names": ["obs"], "output_names": ["actions"], "opset_version": 13}
+    names["dynamic_axes"] = {"obs": {0: "batch"}, "actions": {0: "batch"}}
+    if "dynamo" in inspect.signature(torch.onnx.export).parameters:
+        names["dynamo"] = False  # the newer exporter writes a second file, which a browser does not load
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(agent, (torch.zeros(1, OBS_SIZE),), str(path), **names)
+    obs = np.random.default_rng(0).uniform(OBS_LOW, OBS_HIGH, (10_000, OBS_SIZE)).astype(np.float32)
+    normalized_obs = (obs - np.float32(stats["obs_mean"])) / np.sqrt(np.float32(stats["obs_var"]) + stats["epsilon"])
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    clipped = np.clip(normalized_obs, -stats["clip_obs"], stats["clip_obs"]).astype(np.float32)
+    (actions,) = session.run(None, {"obs": clipped})
+    difference = float(np.abs(actions - agent.drive(obs)).max())
+    if not difference <= 1e-5:
+        raise ValueError(
+            f"the exported model gives different actions than the checkpoint: they differ by {difference:g}"
+        )
+    print_safely(
+        f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json -> actions [batch, {actions.shape[1]}]"
+    )
+    print_safely(f"checked on 10,000 observations: the actions differ by at most {difference:.1e}")

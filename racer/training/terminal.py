@@ -1,0 +1,60 @@
+"""What a run shows in the terminal: text, a progress line, and where the time goes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import time
+
+
+def print_safely(text: str, end: str = "\n", to: str = "stdout") -> None:
+    """Print. If that fails (`| head` has ended, the disk under a log is full), stay silent: it must not end the run."""
+    # ValueError: the stream is closed. RuntimeError: a signal arrived during a print.
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        print(text, end=end, file=getattr(sys, to), flush=True)
+
+
+def warn(text: str) -> None:
+    print_safely(text, to="stderr")
+
+
+class Clock:
+    """Where the time goes: `with clock("learning"): ...` adds up seconds by name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str):
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class ProgressLine:
+    """A line that is rewritten in place in a terminal, or a new line every 10 % where the output is a file or a pipe."""
+
+    REFRESH_S = 0.2
+
+    def __init__(self, total: int, first_step: int):
+        self.total, self.first_step, self.began = total, first_step, time.perf_counter()
+        self.live = sys.stdout is not None and sys.stdout.isatty()
+        self._next_line, self._next_refresh = first_step, 0.0
+
+    def show(self, steps: int, status: str) -> None:
+        now = time.perf_counter()
+        if now < self._next_refresh if self.live else steps < self._next_line:
+            return
+        self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
+        rate = (steps - self.first_step) / max(now - self.began, 1e-9)
+        left = round(max(self.total - steps, 0) / max(rate, 1e-9))
+        text = (
+            f"{steps:>11,} steps {min(steps / self.total, 1):4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left"
+        )
+        self.print(f"{text}  {status}", end="" if self.live else "\n")
+
+    def print(self, text: str, end: str = "\n") -> None:
+        """A line of its own, unless `end` is empty: then it is overwritten by the next one."""
+        width = shutil.get_terminal_size().columns - 1
+        print_safely(f"\r{text[: None if end else width]:<{width}}" if self.live else text, end)
