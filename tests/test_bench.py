@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, short_episodes
+from conftest import TINY, short_episodes, wait_for
 
 import bench_racer
 import sac_racer
@@ -95,17 +97,6 @@ def test_the_drivers_do_what_the_rows_say():
 
 
 @pytest.mark.slow
-def test_learning_is_measured_in_updates_of_both_algorithms(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(bench_racer, "LEARNING_S", 0.01)
-    path = tmp_path / "out.json"
-    assert main(Args(only=("learning",), repeats=1, json=path)) == 0
-    rows = {row["label"]: row for row in json.loads(path.read_text())["learning"]}
-    assert set(rows) == {"ppo_racer.py", "sac_racer.py"} and "updates/s" in capsys.readouterr().out
-    assert rows["ppo_racer.py"]["samples_per_sec"] == pytest.approx(1024 * rows["ppo_racer.py"]["updates_per_sec"])
-    assert rows["sac_racer.py"]["samples_per_sec"] == pytest.approx(256 * rows["sac_racer.py"]["updates_per_sec"])
-
-
-@pytest.mark.slow
 def test_training_is_measured_from_the_start_of_the_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench_racer, "ALGORITHMS", ("ppo",))
     path = tmp_path / "out.json"
@@ -172,3 +163,15 @@ def test_results_are_medians_and_worst_of_the_seeds_that_are_asked_for(tmp_path,
     assert [step for step, _ in many["runs"][0]["evaluations"]] == [20_480, 40_960, 51_200]
     assert len(many["unseen"]) == 2 and all(found["episodes"] == 4 for found in many["unseen"]) and "of 2 unseen" in out
     assert [result["track"] for result in many["unseen"][0]["results"]] == ["track-01", "track-02", "track-03"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
+def test_a_bench_that_is_terminated_leaves_no_trainer_running():
+    command = [sys.executable, "bench_racer.py", "--only", "training", "--total-timesteps", "1000000000"]
+    bench = subprocess.Popen(command, cwd=Path(bench_racer.__file__).parent, stdout=subprocess.DEVNULL)
+    children = Path(f"/proc/{bench.pid}/task/{bench.pid}/children")
+    wait_for(lambda: children.read_text().split(), bench)
+    (trainer,) = children.read_text().split()
+    bench.terminate()
+    assert bench.wait(timeout=30) == 143 and not Path(f"/proc/{trainer}").exists()

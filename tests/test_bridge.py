@@ -365,3 +365,25 @@ def test_the_state_of_the_real_game_is_empty(good_bridge):
     with pytest.raises(ValueError, match="the state of the real game"):
         envs.set_state({})
     envs.close()
+
+
+def test_after_a_fault_the_episodes_are_staggered_again(good_bridge, no_pauses, monkeypatch, tmp_path):
+    """Otherwise all cars would end together for the rest of the run."""
+    envs = RacerVectorEnv(
+        4, config_path=short_episodes(tmp_path, 20), bridge_url=good_bridge.url, retries=1, stagger=True
+    )
+    envs.reset()
+    real, ends = BridgeCars.step, []
+
+    def gone(cars, actions):
+        monkeypatch.setattr(BridgeCars, "step", real)
+        raise BridgeError("gone")
+
+    for tick in range(90):
+        if tick == 50:
+            monkeypatch.setattr(BridgeCars, "step", gone)
+        ended = envs.step(np.tile(GO, (4, 1)))[3]
+        ends += [(tick, car) for car in np.flatnonzero(ended)]
+    later = [tick for tick, _ in ends if tick > 50]
+    assert [car for tick, car in ends if tick == 50] == [0, 1, 2, 3] and len(later) == len(set(later)) >= 4
+    envs.close()

@@ -59,7 +59,7 @@ def test_help_tells_every_flag_with_the_defaults_of_this_command_line_on_two_scr
         assert f"--{field.name.replace('_', '-')}" in usual
     slow = preset(name, "--slow-game")["num_envs"]
     for cars, text in ((module.Args().num_envs, usual), (slow, shown("--bridge-url", "ws://localhost:1"))):
-        assert re.search(r"--num-envs N[^(]*\(default: (\d+)\)", text)[1] == str(cars)
+        assert re.search(r"--num-envs N[^(]*\(default:\s+(\d+)\)", text)[1] == str(cars)
 
 
 @both
@@ -159,3 +159,30 @@ def test_commands_in_the_readme_exist():
     for file in re.findall(r"python ((?:\w+/)?\w+\.py)", text):
         assert (ROOT / file).exists(), file
     assert re.search(r"^pip install -r requirements.txt && pytest$", text, re.M)
+
+
+BAD_VALUES = [
+    ("gamma", 1.5),
+    ("seed", -1),
+    ("init_std", 0.0),
+    ("random_tracks", -3),
+    ("learning_rate", -1e-3),
+    ("num_envs", 0),
+]
+BAD_VALUES = [(name, *bad) for name in ("ppo", "sac") for bad in BAD_VALUES]
+BAD_VALUES += [
+    ("ppo", "clip_coef", -0.2),
+    ("ppo", "gae_lambda", 2.0),
+    ("sac", "tau", 1.5),
+    ("sac", "noise_memory", 1.0),
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "value"), BAD_VALUES)
+def test_values_that_cannot_work_are_refused_at_the_start_from_python_too(name, setting, value, capsys):
+    flag = f"--{setting.replace('_', '-')}"
+    with pytest.raises(ValueError, match=f"{flag} is {value}; it must be "):
+        MODULES[name].Args(**{setting: value})
+    with pytest.raises(SystemExit) as end:
+        args_of(name, flag, value)
+    assert end.value.code == 2 and flag in "".join(capsys.readouterr())

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 
+import numpy as np
 import pytest
-from conftest import MODULES, ROOT, TINY, both, flags, load, one_in_short, short_episodes
+import torch
+from conftest import MODULES, ROOT, TINY, both, driver_of, flags, load, one_in_short, short_episodes
 
-from racer_env import RacerEnv
+from callbacks_lite import read_csv
+from racer.game.observations import OBS_SIZE
+from racer.training.checkpoints import saved_args
+from racer.training.evaluation import evaluate
+from racer_env import REWARD_TERMS, RacerEnv, RacerVectorEnv
 
 MANY = 100  # replace all that are found
 
@@ -29,7 +39,7 @@ def edited(name: str, folder, *edits):
     return module
 
 
-def works(monkeypatch, module, name: str, folder) -> None:
+def works(monkeypatch, module, name: str, folder, *words) -> None:
     """It trains, and what it has trained evaluates and exports."""
 
     def command(*words):
@@ -38,7 +48,7 @@ def works(monkeypatch, module, name: str, folder) -> None:
 
     run = folder / "edited"
     short = {**TINY[name], "total_timesteps": 2048, "config_path": short_episodes(folder, 300)}
-    command(*flags({**short, "run_dir": folder, "run_name": "edited"}))
+    command(*words, *flags({**short, "run_dir": folder, "run_name": "edited"}))
     command("--evaluate", run, "--episodes", 1)
     if importlib.util.find_spec("onnx"):  # .ci/run installs it
         command("--export", folder / "driver", "--checkpoint", run)
@@ -53,6 +63,8 @@ LAYER = {
     ),
     "sac": ("nn.Linear(hidden, hidden), ", "nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, hidden), ", 1),
 }
+TUPLE = "    betas: tuple[float, float] = (0.9, 0.999)\n"
+PATH = "    teacher: Path | None = None\n"  # and one without a docstring
 FLAG = ("    gamma: Fraction", '    warp_drive: float = 0.5\n    """an idea"""\n    gamma: Fraction', 1)
 
 
@@ -76,6 +88,116 @@ def test_a_network_with_another_activation_drives_with_it(monkeypatch, tmp_path,
         layer.register_forward_hook(lambda layer, *_: calls.append(type(layer).__name__))
     agent.drive(RacerEnv().reset(seed=0)[0][None])
     assert "Tanh" in calls and not {"ReLU", "SiLU"} & set(calls)
+
+
+@one_in_short
+def test_flags_of_any_plain_type_are_one_edit_and_come_back_from_a_checkpoint(monkeypatch, tmp_path, name):
+    docs = '    """two lines\n    of help"""\n'
+    edits = [("    gamma: Fraction", f"{TUPLE}{docs}{PATH}    gamma: Fraction", 1)]
+    edits += [("lr=args.learning_rate, ", "lr=args.learning_rate, betas=args.betas, ", 1)]
+    module = edited(name, tmp_path, *edits)
+    given = ("--betas", "0.8", "0.99", "--teacher", str(tmp_path / "teacher.pt"))
+    works(monkeypatch, module, name, tmp_path, *given)
+    args = saved_args(module.Args, load(name, tmp_path / "edited")["args"])
+    assert args.betas == (0.8, 0.99) and args.teacher == tmp_path / "teacher.pt"
+    optimizer = load(name, tmp_path / "edited")["parts"]["optimizer" if name == "ppo" else "actor_optimizer"]
+    assert optimizer["param_groups"][0]["betas"] == (0.8, 0.99)
+    monkeypatch.setattr(
+        sys, "argv", [f"{name}_racer.py", "--resume", str(tmp_path / "edited"), "--betas", "0.9", "0.9"]
+    )
+    assert module.main() == 2, "and cannot change when a run is resumed"
+
+
+@both
+def test_a_deviation_that_depends_on_the_state_is_one_edit(monkeypatch, tmp_path, name):
+    """SAC's already does."""
+    old = "return self.actor(normalized_obs), self.log_std"
+    new = "return self.actor(normalized_obs), self.log_std + 0.1 * normalized_obs[..., :3]"
+    module = edited(name, tmp_path, *([(old, new, 1)] if name == "ppo" else []))
+    agent = module.make_agent(module.Args())
+    obs, noise = torch.randn(50, OBS_SIZE), torch.randn(50, 3)
+    mean, log_std = agent.policy(obs)
+    assert log_std.shape == (50, 3)
+    if name == "ppo":
+        actions, logprobs = agent.sample(obs, noise)
+        normal = torch.distributions.Normal(mean, log_std.exp())
+        torch.testing.assert_close(logprobs, normal.log_prob(actions).sum(-1), atol=1e-4, rtol=1e-4)
+        again, entropy = agent.logprob(obs, actions)
+        torch.testing.assert_close(again, logprobs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(entropy, normal.entropy().sum(-1).mean(), atol=1e-4, rtol=1e-4)
+        works(monkeypatch, module, name, tmp_path)
+
+
+# What a user types into a script of their own, or at the top of a trainer.
+REWARD = """
+import numpy as np, {name}_racer
+from racer_env import REWARD_TERMS
+REWARD_TERMS["smooth"] = lambda observations, actions, info: -0.5 * np.abs(actions[:, 0])
+{name}_racer.run_as_script({name}_racer.main)
+"""
+
+
+@one_in_short
+def test_a_reward_of_one_s_own_is_one_line_that_training_evaluation_and_tags_follow(start, tmp_path, name):
+    script, run = tmp_path / "mine.py", tmp_path / "mine"
+    script.write_text(REWARD.format(name=name))
+    config = short_episodes(tmp_path, 300)
+    settings = {**TINY[name], "total_timesteps": 2048, "config_path": config, "run_dir": tmp_path, "run_name": "mine"}
+    for words, more in (((), settings), (("--evaluate", run, "--episodes", 1, "--json", tmp_path / "out.json"), {})):
+        process = start(name, *words, script=script, **more)
+        out, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, out
+    assert float(read_csv(run / "metrics.csv")[0]["reward/smooth"]) < -0.01
+    (mine,) = json.loads((tmp_path / "out.json").read_text())
+    agent, given = driver_of(name, run), []
+    (usual,) = evaluate(
+        lambda obs: (given.append(agent.drive(obs)), given[-1])[1], RacerVectorEnv(1, config_path=config), ["track-01"]
+    )
+    assert mine["mean_reward"] == pytest.approx(sum(usual.rewards) - 0.5 * np.abs(np.array(given)[:, 0, 0]).sum())
+    best = json.loads((run / "summary.json").read_text())["results"][0]
+    assert best["mean_reward"] == pytest.approx(mine["mean_reward"]), "best.pt too"
+
+
+def test_a_reward_term_counts_in_the_game_as_on_the_engine(good_bridge, monkeypatch, tmp_path):
+    monkeypatch.setitem(
+        REWARD_TERMS, "own", lambda observations, actions, info: observations[:, 9] - info["lap"] * actions[:, 2]
+    )
+    rewards = []
+    for make in (RacerEnv, lambda **k: RacerVectorEnv(1, **k)):
+        for url in (None, good_bridge.url):
+            env = make(bridge_url=url)
+            env.reset(seed=1)
+            action = [0.0, 1.0, 2.0] if make is RacerEnv else np.array([[0.0, 1.0, 2.0]])  # the brake is clamped to 1
+            obs, reward, *_, info = env.step(action)
+            rewards.append(float(np.ravel(reward)[0]))
+            assert np.ravel(info["own"])[0] == pytest.approx(np.ravel(obs)[9] - 1)
+            env.close()
+    np.testing.assert_allclose(rewards, rewards[0], atol=1e-6)
+    assert rewards[0] < -0.9
+
+
+@one_in_short
+def test_an_observation_is_one_row_in_one_file(start, tmp_path, name):
+    """In a copy of the project: it trains, hides the arc on random tracks, evaluates and reports the new size."""
+    for file in ("ppo_racer.py", "sac_racer.py", "racer_env.py", "callbacks_lite.py", "ai-config.json"):
+        shutil.copy(ROOT / file, tmp_path)
+    shutil.copytree(ROOT / "racer", tmp_path / "racer", ignore=shutil.ignore_patterns("__pycache__"))
+    table = tmp_path / "racer" / "game" / "observations.py"
+    text, end = table.read_text(), ")\n# fmt: on\nOBS_NAMES"
+    assert end in text
+    row = '    Observation("throttle", 0, 1, 0.7, 0.3, 0.9, 0.2, lambda sim, cars: sim.throttle[cars]),\n'
+    table.write_text(text.replace(end, row + end))
+    run, config = tmp_path / "runs" / "mine", short_episodes(tmp_path, 60)
+    settings = {**TINY[name], "total_timesteps": 512, "config_path": config, "run_dir": run.parent, "run_name": "mine"}
+    for words, more in ((("--random-tracks", 2), settings), (("--evaluate", run), {})):
+        command = [sys.executable, f"{name}_racer.py", *map(str, words), *flags(more)]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}
+        )
+        assert done.returncode == 0, done.stderr
+    agent = load(name, run)["parts"]["agent"]
+    assert agent["actor.0.weight"].shape[1] == OBS_SIZE + 1
+    np.testing.assert_allclose([agent["obs_mean"][-1], agent["obs_var"][-1]], [0.9, 0.04], rtol=1e-6)
 
 
 @one_in_short

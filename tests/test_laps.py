@@ -11,6 +11,7 @@ from racer.game.rules import REWARD_PARTS, TICKS_PER_SECOND
 from racer.game.sim import RacerSim
 from racer.game.tracks import load_track
 from racer.training.evaluation import (
+    HAND_WRITTEN_REWARD,
     Episode,
     describe,
     describe_all,
@@ -18,7 +19,9 @@ from racer.training.evaluation import (
     evaluate,
     fastest_lap,
     full_throttle,
+    hand_written_episodes,
     hand_written_rewards,
+    score,
     summarize,
 )
 from racer_env import RacerVectorEnv
@@ -262,3 +265,10 @@ def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
     ends = lap["trajectory"][[0, -1], :2] - track.position(0.0)
     assert (np.abs(ends @ track.tangent(0.0)) < 5).all() and (np.hypot(*ends.T) < 60).all(), "from line to line"
     assert fastest_lap(Episode("track-01")) is None
+
+
+def test_the_recorded_rewards_of_the_hand_written_driver_are_those_of_its_best_setting():
+    driven = hand_written_episodes(tuple(HAND_WRITTEN_REWARD))
+    for track, (default, best) in driven.items():
+        assert score([best]) == pytest.approx(HAND_WRITTEN_REWARD[track], abs=5e-5) and score([default]) < score([best])
+        assert len(best.rewards) == 3000 and not best.extrapolated

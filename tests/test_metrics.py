@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import io
+import pickle
 import sys
 
 import pytest
@@ -113,3 +114,12 @@ def test_progress_without_a_terminal_and_past_the_end(monkeypatch, capsys):
     assert " 100% " in capsys.readouterr().out
     monkeypatch.setattr(sys, "stdout", None)
     ProgressLine(1000, 0).show(1024, "")
+
+
+def test_rows_are_not_kept_in_memory(logger, tmp_path):
+    for step in range(1000):
+        logger.record("a", step)
+        logger.dump(step)
+    logger.record("b", 1)
+    logger.dump(1000)
+    assert len(rows(tmp_path)) == 1001 and len(pickle.dumps(vars(logger))) < 2000

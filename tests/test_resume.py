@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from conftest import (
     Failing,
     args_of,
     assert_same,
+    drive,
     driver_of,
     evaluate_run,
     load,
@@ -139,11 +141,17 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_run_never_stopped(
     lab.assert_same_run(straight, tmp_path / "run")
 
 
-def test_resume_takes_a_file_too_and_goes_back_to_it(lab, tmp_path, straight):
-    shutil.copytree(straight, tmp_path / "run")
-    assert lab.resume(tmp_path / "run" / "best.pt", total_timesteps=10_240)["steps"] == 10_240
-    lab.resume(tmp_path / "run" / "checkpoint.pt", total_timesteps=12_288)
-    assert len(read_csv(tmp_path / "run" / "metrics.csv")) == 24
+def test_resuming_an_older_file_keeps_what_came_after_it(lab, tmp_path, monkeypatch):
+    """best.pt of step 4,096 in a run of 8,192 steps: the later checkpoint and its rows are not lost."""
+    scores = iter([1.0, 0.0, 0.0, 0.0])
+    monkeypatch.setattr(run_module, "score", lambda episodes: next(scores))
+    lab.train(tmp_path)
+    run, later = tmp_path / "run", (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    assert steps_of(lab.name, run / "best.pt") == 4096
+    assert lab.resume(run / "best.pt", total_timesteps=10_240)["steps"] == 10_240
+    assert (run / "checkpoint-8192.pt").read_bytes() == later
+    rows = [[int(row["step"]) for row in read_csv(run / f"{name}.csv")] for name in ("metrics", "metrics-8192")]
+    assert rows == [list(range(512, 10_241, 512)), list(range(512, 8_193, 512))]
 
 
 def test_resume_refuses_to_change_what_cannot_change(lab, straight):
@@ -207,14 +215,21 @@ def test_a_run_can_begin_with_the_networks_of_another(lab, tmp_path):
     )
     args = args_of(lab.name, "--start-from", tmp_path / "first", "--track-id", "track-02", **settings)
     assert args.hidden == 32 and args.hide_arc and args.total_timesteps == 512
-    lab.module.train(args)
+    result = lab.module.train(args)
     second = lab.load(tmp_path / "second")
     assert_same(first, second["parts"]["agent"])
     assert second["run"]["steps"] == 512, "a run of its own"
     other = args_of(lab.name, "--start-from", tmp_path / "first", **{**settings, "hidden": 16, "run_name": "third"})
     with pytest.raises(ValueError, match="--hidden is 16"):
         lab.module.train(other)
+    for flag in (("--init-std", 0.1), ("--no-hide-arc",)):  # the loaded networks would overwrite these
+        with pytest.raises(ValueError, match=flag[0].replace("no-", "")):
+            lab.module.train(
+                args_of(lab.name, "--start-from", tmp_path / "first", *flag, **settings | {"run_name": "third"})
+            )
     assert not (tmp_path / "third").exists()
+    start = read_csv(tmp_path / "second" / "metrics.csv")[0]
+    assert start["step"] == "0" and float(start["eval/mean_reward"]) == result["start_results"][0]["mean_reward"]
     usual = args_of(lab.name, "--start-from", tmp_path / "first")
     assert usual.total_timesteps == preset(lab.name, "--start-from")["total_timesteps"]
     slow = args_of(lab.name, "--start-from", tmp_path / "first", "--slow-game")
@@ -330,7 +345,18 @@ def test_a_checkpoint_without_a_new_flag_or_with_one_that_is_gone_goes_on(lab, t
     assert capsys.readouterr().err.count("warp_drive") == 2
 
 
-def test_without_its_buffer_sac_goes_on_and_says_what_that_means(tmp_path, capsys):
+def test_a_buffer_in_a_checkpoint_is_restored_though_the_next_ones_leave_it_out(tmp_path, capsys):
+    lab = Lab("sac", tmp_path)
+    lab.train(tmp_path, total_timesteps=2048, run_name="run")
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    for folder, words in (("run", {"save_buffer": False}), ("other", {})):
+        lab.resume(tmp_path / folder, total_timesteps=4096, **words)
+    parts = [lab.load(tmp_path / folder)["parts"] for folder in ("run", "other")]
+    assert_same(parts[0]["agent"], parts[1]["agent"])
+    assert "buffer" not in parts[0] and "buffer" in parts[1] and "no buffer" not in capsys.readouterr().out
+
+
+def test_without_its_buffer_sac_continues_and_says_what_that_means(tmp_path, capsys):
     lab = Lab("sac", tmp_path)
     lab.train(tmp_path, save_buffer=False, total_timesteps=2048)
     assert lab.resume(tmp_path / "run", total_timesteps=4096)["finished"]
@@ -396,6 +422,17 @@ def test_a_full_disk_costs_a_warning_and_not_the_last_checkpoint(lab, tmp_path, 
 
 
 @mostly_shared
+def test_a_disk_that_is_full_from_the_start_promises_no_checkpoint(lab, tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert not lab.train(tmp_path, total_timesteps=1024)["saved"]
+    said = capsys.readouterr().err
+    assert "There is no checkpoint" in said and "--resume" not in said
+
+
+@mostly_shared
 def test_a_run_folder_that_cannot_be_made_is_an_error_at_once(lab, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match="--run-dir"):
@@ -406,6 +443,14 @@ def test_the_run_folder_says_where_it_came_from(lab, straight):
     facts = json.loads((straight / "args.json").read_text())
     assert facts["args"]["num_envs"] == 16 and facts["versions"]["torch"] == torch.__version__
     assert set(facts) == {"args", "command", "commit", "versions", "processes"}
+
+
+def test_the_commit_is_ours_not_that_of_a_repository_around_the_installation(tmp_path, monkeypatch):
+    assert checkpoints.provenance()["commit"]
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "installed.py").touch()
+    monkeypatch.setattr(checkpoints, "__file__", str(tmp_path / "installed.py"))
+    assert checkpoints.provenance()["commit"] is None
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -495,6 +540,15 @@ def test_a_run_that_began_on_the_engine_goes_on_in_the_game(lab, tmp_path, good_
 
 
 @mostly_shared
+def test_a_run_that_began_in_the_game_can_continue_on_the_engine(lab, tmp_path, good_bridge):
+    settings = {**lab.bridge, "bridge_url": (good_bridge.url,), "config_path": short_episodes(tmp_path, 60)}
+    lab.train(tmp_path, **{**settings, "total_timesteps": 200})
+    args = args_of(lab.name, "--resume", tmp_path / "run", "--total-timesteps", 400, "--bridge-url")
+    assert args.bridge_url == () and lab.module.train(args)["steps"] == 400
+    assert lab.load(tmp_path / "run")["parts"]["envs"][0]
+
+
+@mostly_shared
 def test_a_fault_before_the_first_tick_leaves_nothing_and_is_retried(lab, tmp_path, good_bridge, monkeypatch):
     url = f"{good_bridge.url}/?fault=cut&after=30"
     settings = {**lab.bridge, "bridge_url": (url,), "config_path": short_episodes(tmp_path, 60)}
@@ -534,3 +588,51 @@ def test_no_bridge_is_said_before_anything_is_made(lab, tmp_path):
     with pytest.raises(BridgeError, match="no game bridge at"):
         lab.train(tmp_path, **lab.bridge, bridge_url=("ws://127.0.0.1:9",))
     assert not list(tmp_path.iterdir())
+
+
+@mostly_shared
+def test_the_summary_s_best_driver_is_the_one_that_evaluate_sees(lab, tmp_path):
+    """In training an evaluation may stop when the laps repeat; what is said of best.pt is of complete episodes."""
+    config = short_episodes(tmp_path, 3000)
+    agent = lab.module.Agent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "drive", lambda self, obs: drive(obs))
+        scores = iter([1.0, 0.5])
+        patch.setattr(run_module, "score", lambda episodes: next(scores))
+        result = lab.train(tmp_path, config_path=config, total_timesteps=1024, eval_every=512)
+        assert result["best"]["extrapolated"]
+        (again,) = lab.evaluate(tmp_path / "run")
+    assert result["results"] == [again] and again["mean_length"] == 3000
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["results"] == result["results"]
+
+
+@mostly_shared
+def test_random_tracks_are_what_args_say_and_the_file_s_config_is_what_is_compared(lab, tmp_path):
+    config = short_episodes(tmp_path, 60)
+    settings = lab.settings(
+        tmp_path, random_tracks=2, off_road_penalty_scale=3.0, config_path=config, total_timesteps=512
+    )
+    args = lab.module.Args(**{**settings, "run_name": ""})
+    assert args.tracks == ("random-1", "random-2")
+    folder = Path(lab.module.train(args)["run_folder"])
+    assert folder.name.startswith(f"{lab.name}-random-1-to-2-")
+    text = config.read_text()
+    config.write_text(text.replace("-0.001", "-0.005"))
+    with pytest.raises(ValueError, match=r'"offTrackPenalty": -0\.001,'):
+        lab.resume(folder, total_timesteps=1024)
+    config.write_text(text)
+    assert lab.resume(folder, total_timesteps=1024)["steps"] == 1024, "after pasting what the message shows"
+    with pytest.raises(ValueError, match="--random-tracks and --track-id"):
+        lab.module.train(lab.module.Args(random_tracks=2, track_id=("track-02",)))
+    with pytest.raises(TypeError, match="slow_game"):
+        lab.module.Args(slow_game=True)
+
+
+def test_runs_of_the_format_before_resume_and_evaluate(lab, tmp_path):
+    """Saved by the last version with format 3: other names, random tracks with a scaled penalty, cuts counted by length."""
+    shutil.copytree(ROOT / "tests" / "golden" / "format-3" / lab.name, tmp_path / "run")
+    before = lab.load(tmp_path / "run")
+    assert before["args"]["stuck_ticks"] == 60 and before["config"]["weights"]["offTrackPenalty"] == -0.001
+    assert lab.resume(tmp_path / "run", total_timesteps=1280, run_dir=tmp_path)["steps"] == 1280
+    tracks = ["random-1", "random-2"] if lab.name == "ppo" else ["track-01"]
+    assert [result["track"] for result in lab.evaluate(tmp_path / "run")] == tracks

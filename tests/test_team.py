@@ -330,6 +330,25 @@ def test_ctrl_c_stops_all_processes_together_with_one_checkpoint(launch, tmp_pat
     assert steps_of(name, tmp_path / "a") == int(stopped.group(1).replace(",", ""))
 
 
+UNWRITABLE = """
+import ppo_racer
+from racer.training import run
+run.write_checkpoint = lambda *_: False
+ppo_racer.run_as_script(ppo_racer.main)
+"""
+
+
+@pytest.mark.slow
+def test_what_could_not_be_saved_is_said_once(launch, tmp_path):
+    script = tmp_path / "unwritable.py"
+    script.write_text(UNWRITABLE)
+    process = launch("ppo", script=script)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode and out.count("could not be written") == 1 and out.count("There is no checkpoint") == 1, (
+        out
+    )
+
+
 @pytest.mark.slow
 @both
 def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_all(launch, bridge, tmp_path, name):

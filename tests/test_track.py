@@ -216,3 +216,10 @@ def test_an_unreadable_track_file_says_why(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             load_track(str(path))
+
+
+def test_walls_that_cross_are_refused_with_the_place():
+    hairpin = [(0, 0, 18), (220, 0, 18), (260, 40, 12), (220, 80, 18), (60, 80, 14), (30, 110, 9), (60, 140, 14),
+               (220, 150, 20), (260, 230, 22), (100, 300, 24), (-120, 220, 24), (-140, 60, 22)]  # fmt: skip
+    with pytest.raises(ValueError, match=r"'mine': the walls cross near control point 3 \(220, 80, 18\)"):
+        Track("mine", hairpin)

@@ -275,17 +275,17 @@ class Run:
 
     def _evaluate(self, drive: Callable) -> dict | None:
         episodes = evaluate(drive, self.eval_envs, self.args.tracks, complete=self.finished)
-        results = self._summarize(episodes)
+        results, reward = self._summarize(episodes), score(episodes)
         for name, value in eval_metrics(results).items():
             self.logger.record(name, value)
         for line in lines_of(results):
             self.terminal.print(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {line}")
-        if score(episodes) <= self.best["score"]:
+        if reward <= self.best["score"]:
             return None
         laps = [lap for episode in episodes[:MANY_TRACKS] if (lap := fastest_lap(episode))]
         extrapolated = any(episode.extrapolated for episode in episodes)
         return {
-            "score": score(episodes), "step": self.steps, "results": results, "laps": laps, "extrapolated": extrapolated,
+            "score": reward, "step": self.steps, "results": results, "laps": laps, "extrapolated": extrapolated,
         }  # fmt: skip
 
     def _summarize(self, episodes) -> list[dict]:
