@@ -30,12 +30,12 @@ from torch import nn
 
 from callbacks_lite import RaceStats
 from racer.game.config import DEFAULT_CONFIG_PATH
-from racer.game.observations import OBS_SIZE, obs_moments
+from racer.game.observations import OBS_SIZE
 from racer.game.rules import ACTION_HIGH, ACTION_LOW
 from racer.training.command_line import (
-    Count, Fraction, NonNegative, Positive, Preset, Whole, check_ranges, exits_with_code, read_command, run_as_script, tracks_of,
+    Count, Fraction, NonNegative, Positive, Preset, Settings, Whole, exits_with_code, read_command, run_as_script,
 )  # fmt: skip
-from racer.training.drivers import evaluate_driver, export_driver, load_driver
+from racer.training.drivers import Driver, evaluate_driver, export_driver, load_driver
 from racer.training.fleet import make_envs
 from racer.training.processes import all_gather, average_gradients, make_generator, run_on_all, world_size
 from racer.training.reward_scaler import RewardScaler
@@ -46,7 +46,7 @@ from racer_env import RacerVectorEnv
 
 
 @dataclasses.dataclass
-class Args:
+class Args(Settings):
     # -- run
     total_timesteps: Count = 2_000_000
     """environment steps of the whole run, all cars together"""
@@ -124,16 +124,12 @@ class Args:
     """write TensorBoard events (metrics.csv is always written)"""
 
     def __post_init__(self):
-        check_ranges(self)
+        super().__post_init__()
         if self.minibatch_size > self.steps_per_iteration:
+            samples = f"{self.steps_per_iteration} (--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps})"
             raise ValueError(
-                f"--minibatch-size is {self.minibatch_size}, but a rollout has only {self.steps_per_iteration} samples "
-                f"(--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps}): make it smaller"
+                f"--minibatch-size is {self.minibatch_size}, more than the samples of a rollout: {samples}"
             )
-
-    @property
-    def tracks(self) -> tuple[str, ...]:
-        return tracks_of(self)
 
     @property
     def steps_per_iteration(self) -> int:
@@ -159,8 +155,8 @@ PRESETS = (  # other defaults, brought by these flags; a later preset wins
 # == Agent =============================================================================================================
 
 
-class Agent(nn.Module):
-    """Actor, critic, and the normaliser of their observations: one state_dict drives.
+class Agent(Driver):
+    """Actor and critic. (`normalize` and `drive` come from Driver.)
 
     The policy is a Gaussian over the raw actions (steer, throttle, brake). A sample goes to the game as it is, and the game clamps
     it to the box. So the action whose probability is optimised is the action that was given; the clamp is part of the
@@ -168,23 +164,14 @@ class Agent(nn.Module):
     to reach.) The deterministic driver gives the mean.
     """
 
-    NORM_EPSILON, NORM_CLIP = 1e-6, 4.0
-
     def __init__(self, hidden: int = 64, init_std: float = 0.5, init_throttle: float = 1.0, hide_arc: bool = False):
-        super().__init__()
+        super().__init__(hide_arc)
         self.actor = mlp(hidden, len(ACTION_LOW), output_gain=0.01)
         self.critic = mlp(hidden, 1, output_gain=1.0)
         self.log_std = nn.Parameter(torch.full((len(ACTION_LOW),), math.log(init_std)))
         with torch.no_grad():
             # The brake starts below 0, which the game clamps to 0.
             self.actor[-1].bias.copy_(torch.tensor([0.0, init_throttle, -init_throttle / 2]))
-        # Fixed means and variances of observations. As buffers they are saved and exported with the weights.
-        for name, values in zip(("obs_mean", "obs_var"), obs_moments(hide_arc), strict=True):
-            self.register_buffer(name, torch.from_numpy(values))
-
-    def normalize(self, obs):
-        scaled = (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
-        return scaled.clamp(-self.NORM_CLIP, self.NORM_CLIP)
 
     def policy(self, normalized_obs):
         """The Gaussian over actions: its mean (B, 3), and its log standard deviation, here (3,), the same in every state."""
@@ -206,10 +193,6 @@ class Agent(nn.Module):
     def forward(self, normalized_obs):
         """The deterministic driver, (N, 14) -> actions within the game's box (N, 3). This is what is exported."""
         return self.policy(normalized_obs)[0].clamp(torch.tensor(ACTION_LOW), torch.tensor(ACTION_HIGH))
-
-    @torch.inference_mode()
-    def drive(self, obs: np.ndarray) -> np.ndarray:
-        return self(self.normalize(torch.from_numpy(obs))).numpy()
 
 
 def mlp(hidden: int, outputs: int, output_gain: float) -> nn.Sequential:
@@ -406,14 +389,8 @@ def train(args: Args) -> dict:
     scaler = RewardScaler(args.gamma, envs.track_lengths)
     generator = make_generator(args.seed)
     storage = Storage(args.rollout_steps, envs.num_envs)
-    parts = {
-        "agent": agent,
-        "optimizer": optimizer,
-        "scaler": scaler,
-        "envs": envs,
-        "generator": generator,
-        "stats": stats,
-    }
+    parts = {"agent": agent, "optimizer": optimizer, "scaler": scaler}
+    parts |= {"envs": envs, "generator": generator, "stats": stats}
     with Run("ppo", args, envs, parts) as run:  # restores the parts on --resume
         while not run.done:
             if args.anneal_lr:

@@ -27,15 +27,14 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from racer.game.bridge import BridgeCars, BridgeError, retry_pause_s
-from racer.game.cars import EmbeddedCars, as_names, make_cars
+from racer.game.bridge import BridgeError, retry_pause_s
+from racer.game.cars import EmbeddedCars, StuckDetector, as_names, check_actions, make_cars
 from racer.game.checks import excerpt
 from racer.game.config import load_config
-from racer.game.observations import ARC, OBS_HIGH, OBS_LOW
-from racer.game.random_numbers import car_seeds
+from racer.game.observations import OBS_HIGH, OBS_LOW
+from racer.game.random_numbers import fleet_seeds
 from racer.game.rewards import REWARD_TERMS, add_reward_terms
-from racer.game.rules import ACTION_HIGH, ACTION_LOW, ACTION_NAMES, RESET_INFO, STEP_INFO, TICKS_PER_SECOND
-from racer.game.sim import RacerSim
+from racer.game.rules import ACTION_HIGH, ACTION_LOW, RESET_INFO, STEP_INFO, TICKS_PER_SECOND
 from racer.game.tracks import TRACKS, load_track
 
 ENV_ID = "TopDownRacer-v0"
@@ -48,52 +47,6 @@ logger = logging.getLogger(__name__)
 def make_spaces() -> tuple[gym.spaces.Box, gym.spaces.Box]:
     """One car's observation and action space, float32."""
     return gym.spaces.Box(OBS_LOW, OBS_HIGH), gym.spaces.Box(ACTION_LOW, ACTION_HIGH)
-
-
-def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
-    """Actions as finite float64 of that shape, or a ValueError that names the value. The box is not enforced: the game clamps."""
-    try:
-        array = np.asarray(actions)
-    except ValueError as error:
-        raise ValueError(f"action is ragged: {excerpt(actions)}; it must have shape {shape}") from error
-    if array.dtype.kind not in "fiu":
-        found = f"action has dtype {array.dtype}: {excerpt(actions)}"
-        raise ValueError(f"{found}; it must be numbers {list(ACTION_NAMES)}")
-    if array.shape != shape:
-        wanted = f"{shape}: {list(ACTION_NAMES)}" + (" per car" * (len(shape) > 1))
-        raise ValueError(f"action has shape {array.shape}; it must have shape {wanted}")
-    array = array.astype(np.float64)
-    if not np.isfinite(array).all():
-        where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
-        name = f"action of car {where[0]}: " if len(where) > 1 else "action: "
-        raise ValueError(f"{name}{ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only")
-    return array
-
-
-class StuckDetector:
-    """How many ticks each car has gone without making progress along the track. Stuck: for `limit` ticks (0: never)."""
-
-    STATE = ("arc", "travelled", "farthest", "waiting")
-
-    def __init__(self, num_cars: int, limit: int):
-        if not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 0:
-            raise ValueError(f"stuck_ticks is {limit!r}; it must be a number of ticks, or 0 for never")
-        self.limit = limit
-        self.arc, self.travelled, self.farthest = (np.zeros(num_cars) for _ in range(3))  # in laps
-        self.waiting = np.zeros(num_cars, np.int64)
-
-    def on_reset(self, cars, observations) -> None:
-        self.arc[cars], self.travelled[cars], self.farthest[cars], self.waiting[cars] = observations[:, ARC], 0, 0, 0
-
-    def update(self, observations) -> np.ndarray:
-        """After a tick: which cars are stuck (N,)."""
-        if not self.limit:
-            return np.zeros(len(self.waiting), bool)
-        gain = observations[:, ARC] - self.arc
-        self.arc, self.travelled = observations[:, ARC].astype(float), self.travelled + gain - np.rint(gain)
-        self.waiting = np.where(self.travelled > self.farthest, 0, self.waiting + 1)
-        self.farthest = np.maximum(self.farthest, self.travelled)
-        return self.waiting >= self.limit
 
 
 class RacerEnv(gym.Env):
@@ -182,7 +135,7 @@ class RacerEnv(gym.Env):
         self.config = load_config(config_path)
         self._stuck = StuckDetector(1, stuck_ticks)
         self._cars = make_cars(1, track_id, self.config, bridge_url, start)
-        self._camera = make_camera(self._cars, self.config) if render_mode else None
+        self._camera = _make_camera(self._cars, self.config) if render_mode else None
         # What gym.make would record, so that Gymnasium's tools can make another environment like this one.
         self.spec = copy.deepcopy(gym.spec(ENV_ID))
         arguments = {"track_id": track_id, "config_path": config_path, "bridge_url": bridge_url, "start": start}
@@ -237,6 +190,12 @@ def _check_render_mode(render_mode, track_id, bridge_url) -> None:
     if not set(as_names(track_id, "track_id", "")) <= set(TRACKS):
         known = ", ".join(TRACKS)
         raise ValueError(f"render_mode with a bridge works on the tracks known here ({known}), not on {track_id!r}")
+
+
+def _make_camera(cars, config: dict):
+    from racer.view.pictures import make_camera  # needs Pillow, which driving does not
+
+    return make_camera(cars, config)
 
 
 def _check_open(state: str) -> None:
@@ -305,7 +264,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self.single_observation_space, self.single_action_space = make_spaces()
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        self._camera = make_camera(self._cars, scaled) if render_mode else None
+        self._camera = _make_camera(self._cars, scaled) if render_mode else None
         self._all_cars = np.ones(self.num_envs, bool)
         self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
         self._started_s = np.zeros(self.num_envs)
@@ -347,11 +306,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         if not isinstance(self._cars, EmbeddedCars):
             raise ValueError("the state of the real game cannot be set; only that of the embedded engine can")
         for name in self.OWN_STATE:
-            value, own = np.asarray(state.get(name)), getattr(self, f"_{name}")
-            if value.shape != own.shape or value.dtype != own.dtype:
-                raise ValueError(
-                    f"environment state {name!r} is {value.dtype} {value.shape}, expected {own.dtype} {own.shape}"
-                )
+            if np.shape(state.get(name)) != (self.num_envs,):
+                raise ValueError(f"environment state {name!r} is not one of {self.num_envs} cars")
         self._cars.sim.set_state(state)
         for name in self.OWN_STATE:
             setattr(self, f"_{name}", np.array(state[name]))
@@ -367,7 +323,11 @@ class RacerVectorEnv(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
         _check_open(self._state)
-        seeds, everyone = self._seeds(seed), np.arange(self.num_envs)
+        seeds, everyone = (
+            fleet_seeds(seed, self.num_envs, self.first_car, self._state == "new"),
+            np.arange(self.num_envs),
+        )
+        super().reset(seed=seed if isinstance(seed, int) else None)
         self._state = "new"
         try:
             self._observations, self._progress = self._cars.reset(everyone, seeds)
@@ -377,23 +337,6 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._countdown = self._stagger.copy()
         self._begin_episodes(everyone, self._observations)
         return self._observations.copy(), _with_masks(self._progress, self._all_cars)
-
-    def _seeds(self, seed) -> list[int | None] | None:
-        """One seed per car. None continues the random numbers as they are (fresh ones on the first reset)."""
-        if seed is None and self._state == "new":
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
-        if seed is None:
-            return None
-        if isinstance(seed, (int, np.integer)) and seed >= 0:
-            super().reset(seed=int(seed))
-            return car_seeds(seed, self.first_car + np.arange(self.num_envs))
-        fits = isinstance(seed, Sequence) and len(seed) == self.num_envs
-        if not fits or any(s is not None and (not isinstance(s, int) or s < 0) for s in seed):
-            needed = f"0 or more, or a list of {self.num_envs}, None for any"
-            raise ValueError(f"seed is {excerpt(seed)}; it must be {needed}")
-        first = self._state == "new"
-        fresh = np.random.SeedSequence().generate_state(self.num_envs) if first else [None] * self.num_envs
-        return [other if s is None else s for s, other in zip(seed, fresh, strict=True)]
 
     def step(self, actions):
         _check_open(self._state)
@@ -519,15 +462,6 @@ def _with_masks(info: dict[str, np.ndarray], mask: np.ndarray) -> dict:
     for key, value in info.items():
         infos[key], infos[f"_{key}"] = value, mask.copy()
     return infos
-
-
-def make_camera(cars, config: dict):
-    """For render(): it watches the embedded cars, or embedded twins of cars on a bridge."""
-    from racer.view.pictures import Camera
-
-    if isinstance(cars, BridgeCars):
-        return Camera(RacerSim(len(cars.track_ids), cars.track_ids, config), is_twin=True)
-    return Camera(cars.sim, is_twin=False)
 
 
 gym.register(id=ENV_ID, entry_point="racer_env:RacerEnv", vector_entry_point="racer_env:RacerVectorEnv")

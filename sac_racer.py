@@ -32,13 +32,12 @@ from torch import nn
 
 from callbacks_lite import RaceStats
 from racer.game.config import DEFAULT_CONFIG_PATH
-from racer.game.observations import OBS_SIZE, obs_moments
+from racer.game.observations import OBS_SIZE
 from racer.game.rules import ACTION_HIGH, ACTION_LOW
 from racer.training.command_line import (
-    Count, Fraction, NonNegative, Positive, Preset, Range, Whole, check_ranges, exits_with_code, read_command, run_as_script,
-    tracks_of,
+    Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, exits_with_code, read_command, run_as_script,
 )  # fmt: skip
-from racer.training.drivers import evaluate_driver, export_driver, load_driver
+from racer.training.drivers import Driver, evaluate_driver, export_driver, load_driver
 from racer.training.fleet import make_envs
 from racer.training.processes import all_gather, average_gradients, make_generator, run_on_all, world_size
 from racer.training.reward_scaler import RewardScaler
@@ -49,7 +48,7 @@ from racer_env import RacerVectorEnv
 
 
 @dataclasses.dataclass
-class Args:
+class Args(Settings):
     # -- run
     total_timesteps: Count = 1_000_000
     """environment steps of the whole run, all cars together"""
@@ -141,14 +140,11 @@ class Args:
     """write TensorBoard events (metrics.csv is always written)"""
 
     def __post_init__(self):
-        check_ranges(self)
+        super().__post_init__()
         if self.buffer_size < self.num_envs * self.n_step:
-            needed = f"{self.num_envs} cars times --n-step {self.n_step}"
-            raise ValueError(f"--buffer-size is {self.buffer_size}, less than {needed}")
-
-    @property
-    def tracks(self) -> tuple[str, ...]:
-        return tracks_of(self)
+            raise ValueError(
+                f"--buffer-size is {self.buffer_size}, less than {self.num_envs} cars times --n-step {self.n_step}"
+            )
 
     @property
     def steps_per_action(self) -> int:
@@ -180,17 +176,15 @@ MOST_THROTTLE = 0.99  # where --init-throttle ends, of [-1, 1]: at 1 the mean be
 # == Agent =============================================================================================================
 
 
-class Agent(nn.Module):
-    """Actor, critics, their targets and the normaliser of their observations: one state_dict drives.
+class Agent(Driver):
+    """Actor, critics and their targets. (`normalize` and `drive` come from Driver.)
 
     The policy is a Gaussian squashed by tanh. Its entropy, and so the target entropy, is that of the actions in [-1, 1]. The
     deterministic driver gives the squashed mean.
     """
 
-    NORM_EPSILON, NORM_CLIP = 1e-6, 4.0
-
     def __init__(self, hidden: int = 64, init_std=0.5, init_throttle=1.0, init_alpha=0.01, hide_arc: bool = False):
-        super().__init__()
+        super().__init__(hide_arc)
         size = len(ACTION_LOW)
         # Observation -> means and log standard deviations of the actions before squashing.
         self.actor = nn.Sequential(
@@ -209,13 +203,6 @@ class Agent(nn.Module):
         )  # fmt: skip
         self.critic_targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(init_alpha)))
-        # Fixed means and variances of observations. As buffers they are saved and exported with the weights.
-        for name, values in zip(("obs_mean", "obs_var"), obs_moments(hide_arc), strict=True):
-            self.register_buffer(name, torch.from_numpy(values))
-
-    def normalize(self, obs):
-        scaled = (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
-        return scaled.clamp(-self.NORM_CLIP, self.NORM_CLIP)
 
     def policy(self, normalized_obs):
         """The Gaussian before squashing: its mean and its log standard deviation, (B, 3) each."""
@@ -234,10 +221,6 @@ class Agent(nn.Module):
     def forward(self, normalized_obs):
         """The deterministic driver, (N, 14) -> actions within the game's box (N, 3). This is what is exported."""
         return to_box(torch.tanh(self.policy(normalized_obs)[0]))
-
-    @torch.inference_mode()
-    def drive(self, obs: np.ndarray) -> np.ndarray:
-        return self(self.normalize(torch.from_numpy(obs))).numpy()
 
 
 class TwinLinear(nn.Module):
@@ -262,8 +245,7 @@ def to_box(actions: torch.Tensor) -> torch.Tensor:
 def squashed_sample(mean, log_std, noise):
     """tanh(mean + std * noise), and its log-density summed over the action.
 
-    The density of a squashed variable is divided by the slope of the squashing, 1 - tanh(u)^2, written in a form that is exact
-    where tanh(u) rounds to 1. torch.distributions would take several times as long.
+    The density is divided by the slope of tanh, 1 - tanh(u)^2, in a form that is exact where tanh(u) rounds to 1.
     """
     u = mean + log_std.exp() * noise
     log_slope = 2 * (math.log(2) - u - nn.functional.softplus(-2 * u))
@@ -274,26 +256,17 @@ def squashed_sample(mean, log_std, noise):
 # == Driving and the replay buffer =====================================================================================
 
 
-@dataclasses.dataclass
-class Transition:
-    """What one held action of all cars led to. Shapes are (N,) unless noted."""
+def hold_action(envs: RacerVectorEnv, actions: torch.Tensor, ticks: int, gamma: float, stats: RaceStats) -> dict:
+    """Give every car its action (N, 3) for some ticks. What happens after the end of an episode does not count.
 
-    next_obs: np.ndarray  # (N, 14): of an episode that ended, its last observation
-    rewards: np.ndarray  # discounted sum over the ticks
-    discounts: np.ndarray  # gamma^ticks, the weight of what comes after; 0 after a termination, which has no future
-    ended: np.ndarray  # terminated or truncated
-
-
-def hold_action(envs: RacerVectorEnv, actions: np.ndarray, ticks: int, gamma: float, stats: RaceStats) -> Transition:
-    """Give all cars the same actions for some ticks. What happens after the end of an episode does not count.
-
-    A truncated episode would have continued, so what follows its last observation counts; a terminated one has no future.
+    -> next_obs (N, 14), of an episode that ended its last observation; rewards (N,), the discounted sum over the ticks;
+    discounts (N,), the weight of what comes after: gamma^ticks, or 0 after a termination, which has no future; ended (N,)
     """
+    boxed, next_obs = to_box(actions).numpy(), np.zeros((envs.num_envs, OBS_SIZE), np.float32)
     rewards, discounts = np.zeros(envs.num_envs), np.ones(envs.num_envs)
     terminated, running = np.zeros(envs.num_envs, bool), np.ones(envs.num_envs, bool)
-    next_obs = np.zeros((envs.num_envs, OBS_SIZE), np.float32)
     for _ in range(ticks):
-        obs, reward, term, trunc, infos = envs.step(actions)
+        obs, reward, term, trunc, infos = envs.step(boxed)
         stats.step(infos)
         rewards += running * discounts * reward
         discounts[running] *= gamma
@@ -302,7 +275,7 @@ def hold_action(envs: RacerVectorEnv, actions: np.ndarray, ticks: int, gamma: fl
             next_obs[i] = infos["final_obs"][i]
         running &= ~(term | trunc)
     next_obs[running] = obs[running]
-    return Transition(next_obs, rewards, discounts * ~terminated, ~running)
+    return {"next_obs": next_obs, "rewards": rewards, "discounts": discounts * ~terminated, "ended": ~running}
 
 
 class Noise:
@@ -336,19 +309,18 @@ class ReplayBuffer:
         self.ended = torch.zeros(self.rows, num_envs, dtype=torch.bool)
         self.filled = self.head = 0  # number of rows, and where the next one goes
 
-    def add(self, obs, actions, transition: Transition) -> None:
+    def add(self, obs, actions, transition: dict) -> None:
         """One action of all cars, and what it led to."""
         t = self.head
         self.obs[t], self.actions[t] = obs, actions
-        for name in ("next_obs", "rewards", "discounts", "ended"):
-            getattr(self, name)[t] = torch.from_numpy(getattr(transition, name))
+        for name, values in transition.items():
+            getattr(self, name)[t] = torch.from_numpy(values)
         self.head, self.filled = (t + 1) % self.rows, min(self.filled + 1, self.rows)
 
     def sample(self, count: int, n_step: int, scale, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """`count` actions, uniformly, with the rewards of n actions from there on, or fewer where the episode ends.
+        """`count` actions, uniformly, with the discounted rewards of n actions from there on, or fewer where the episode ends.
 
-        -> obs, actions, rewards (the discounted sum), next_obs (what followed the last of the n) and discounts (the weight of its
-        value). `scale` (N,) multiplies the rewards.
+        next_obs is what followed the last of them, discounts the weight of its value. `scale` (N,) multiplies the rewards.
         """
         oldest = self.head - self.filled
         row = oldest + torch.randint(max(self.filled - n_step + 1, 1), (count,), generator=generator)
@@ -410,6 +382,12 @@ def make_optimizers(agent: Agent, args: Args) -> tuple[torch.optim.Adam, torch.o
     return tuple(torch.optim.Adam(p, lr=args.learning_rate, fused=True) for p in (actor, agent.critics.parameters()))
 
 
+def set_learning_rates(actor_optimizer, critic_optimizer, args: Args, share: float) -> None:
+    groups = (*actor_optimizer.param_groups, *critic_optimizer.param_groups)  # actor, alpha, critics
+    for group, rate in zip(groups, (args.actor_learning_rate, *[args.learning_rate] * 2), strict=True):
+        group["lr"] = share * rate
+
+
 def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args: Args, generator) -> dict[str, float]:
     """One step of the critics for every minibatch of the samples, and one of the actor and alpha for some. -> metrics
 
@@ -451,7 +429,8 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
 
     names = ("train/actor_loss", "train/ent_coef_loss", "train/ent_coef", "train/entropy")
     metrics = dict(zip(names, torch.stack(actor_losses).mean(0).tolist(), strict=True))
-    return {"train/critic_loss": torch.stack(critic_losses).mean().item(), **metrics}
+    rate = critic_optimizer.param_groups[0]["lr"]
+    return {"train/critic_loss": torch.stack(critic_losses).mean().item(), **metrics, "train/learning_rate": rate}
 
 
 # == Train =============================================================================================================
@@ -482,17 +461,13 @@ def train(args: Args) -> dict:
     with run, ThreadPoolExecutor(1) as other_core:  # restores the parts on --resume
         while not run.done:
             if args.anneal_lr:
-                groups = (*actor_optimizer.param_groups, *critic_optimizer.param_groups)  # actor, alpha, critics
-                for group, rate in zip(groups, (args.actor_learning_rate, *[args.learning_rate] * 2), strict=True):
-                    group["lr"] = rate * (1 - run.progress)
+                set_learning_rates(actor_optimizer, critic_optimizer, args, 1 - run.progress)
             history = []
             for _ in range(args.actions_per_iteration):
                 obs = torch.from_numpy(envs.observations)
                 with run.clock("policy"), torch.no_grad():
                     actions, _ = agent.sample(agent.normalize(obs), noise.draw(generator))
-                driving = other_core.submit(
-                    hold_action, envs, to_box(actions).numpy(), args.action_repeat, args.gamma, stats
-                )
+                driving = other_core.submit(hold_action, envs, actions, args.action_repeat, args.gamma, stats)
                 if args.updates > 0 and buffer.filled >= rows_before_learning:
                     with run.clock("learning"):
                         samples = buffer.sample(args.updates * batch_size, args.n_step, scaler.scale, generator)
@@ -501,9 +476,8 @@ def train(args: Args) -> dict:
                 with run.clock("environment"):
                     transition = driving.result()
                 buffer.add(obs, actions, transition)
-                scaler.update(transition.rewards[None], transition.ended[None], all_gather)
+                scaler.update(transition["rewards"][None], transition["ended"][None], all_gather)
             metrics = {name: float(np.mean([m[name] for m in history])) for name in history[0]} if history else {}
-            metrics["train/learning_rate"] = critic_optimizer.param_groups[0]["lr"]
             run.advance(args.actions_per_iteration * args.steps_per_action, metrics)
             if run.due(args.eval_every):
                 run.evaluate(agent.drive)  # the best driver is saved as best.pt

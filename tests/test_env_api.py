@@ -405,8 +405,8 @@ def test_a_state_that_does_not_fit_is_refused_whole(short):
     envs.step(np.tile([0.0, 1.0, 0.0], (2, 1)))
     before = envs.get_state()
     for wrong, message in (
-        ({k: v for k, v in state.items() if k != "returns"}, "environment state 'returns' is"),
-        ({**state, "returns": np.zeros(7)}, "environment state 'returns' is"),
+        ({k: v for k, v in state.items() if k != "returns"}, "environment state 'returns'"),
+        ({**state, "returns": np.zeros(7)}, "environment state 'returns'"),
         (RacerVectorEnv(2, "track-02").get_state(), "other tracks"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -237,10 +237,11 @@ def test_what_sac_learns_from_a_fault_is_an_action_that_was_cut_short(no_pauses)
     envs.reset(seed=1)
     Faulty(envs, {4 * 6 + 3})  # in the third tick of the seventh action
     buffer, stats = sac_racer.ReplayBuffer(100, 2), RaceStats(["track-01"] * 2, 3000)
-    inputs = np.tile([0.1, 1.0, 0.0], (2, 1))
+    actions = torch.tensor([[0.1, 1.0, -1.0]] * 2)
+    inputs = sac_racer.to_box(actions).numpy()
     for _ in range(10):
         obs = torch.from_numpy(envs.observations)
-        buffer.add(obs, torch.zeros(2, 3), sac_racer.hold_action(envs, inputs, 4, 0.9, stats))
+        buffer.add(obs, torch.zeros(2, 3), sac_racer.hold_action(envs, actions, 4, 0.9, stats))
     follows = (buffer.obs[1:10] == buffer.next_obs[:9]).all(-1)
     assert follows.all(1).tolist() == [t != 6 for t in range(9)]
     assert buffer.ended[:10].all(1).tolist() == [t == 6 for t in range(10)]

@@ -623,7 +623,7 @@ def test_random_tracks_are_what_args_say_and_the_file_s_config_is_what_is_compar
     config.write_text(text)
     assert lab.resume(folder, total_timesteps=1024)["steps"] == 1024, "after pasting what the message shows"
     with pytest.raises(ValueError, match="--random-tracks and --track-id"):
-        lab.module.train(lab.module.Args(random_tracks=2, track_id=("track-02",)))
+        lab.module.Args(random_tracks=2, track_id=("track-02",))
     with pytest.raises(TypeError, match="slow_game"):
         lab.module.Args(slow_game=True)
 

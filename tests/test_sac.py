@@ -22,7 +22,6 @@ from sac_racer import (
     Args,
     Noise,
     ReplayBuffer,
-    Transition,
     actor_loss,
     alpha_loss,
     critic_loss,
@@ -134,7 +133,8 @@ def fill(buffer: ReplayBuffer, ticks: int, terminated=(), truncated=()) -> None:
     for k in range(ticks):
         obs = torch.full((n, OBS_SIZE), 10.0 * k) + torch.arange(n)[:, None]
         ends = [np.array([(k, i) in which for i in range(n)]) for which in (terminated, truncated)]
-        transition = Transition(obs.numpy() + 0.5, np.full(n, k + 1.0), 0.5 * ~ends[0], ends[0] | ends[1])
+        transition = {"next_obs": obs.numpy() + 0.5, "rewards": np.full(n, k + 1.0)}
+        transition |= {"discounts": 0.5 * ~ends[0], "ended": ends[0] | ends[1]}
         buffer.add(obs, torch.full((n, 3), k / 100), transition)
 
 
@@ -251,13 +251,13 @@ class Script:
 
 
 def test_an_action_is_held_for_some_ticks_and_nothing_of_the_next_episode_counts():
-    env, inputs, seen = Script(), np.array([[0.1, 1, 0], [0.2, 1, 0]]), []
-    transition = hold_action(env, inputs, 4, 0.5, SimpleNamespace(step=seen.append))
-    assert len(env.given) == len(seen) == 4 and all(given is inputs for given in env.given)
-    np.testing.assert_allclose(transition.rewards, [1 + 0.5 + 0.25, 10 + 5])
-    np.testing.assert_allclose(transition.discounts, [0.5**3, 0], err_msg="the ticks that were driven; no future")
-    assert transition.ended.tolist() == [True, True]
-    assert transition.next_obs[:, 0].tolist() == [103, 102]
+    env, actions, seen = Script(), torch.tensor([[0.1, 1.0, -1.0], [0.2, 1.0, -1.0]]), []
+    transition = hold_action(env, actions, 4, 0.5, SimpleNamespace(step=seen.append))
+    assert len(env.given) == len(seen) == 4 and all((given == to_box(actions).numpy()).all() for given in env.given)
+    np.testing.assert_allclose(transition["rewards"], [1 + 0.5 + 0.25, 10 + 5])
+    np.testing.assert_allclose(transition["discounts"], [0.5**3, 0], err_msg="the ticks that were driven; no future")
+    assert transition["ended"].tolist() == [True, True]
+    assert transition["next_obs"][:, 0].tolist() == [103, 102]
 
 
 def test_every_tick_reaches_the_buffer_as_it_was(tmp_path, monkeypatch):
@@ -353,10 +353,13 @@ def test_it_learns_to_drive_laps(tmp_path):
 
 def test_the_tags_of_a_real_run_are_the_promised_ones(tmp_path, monkeypatch):
     """The hand-written driver drives, so that there are laps at once."""
-    hold = sac_racer.hold_action
-    monkeypatch.setattr(
-        sac_racer, "hold_action", lambda envs, _, *rest: hold(envs, full_throttle(envs.observations), *rest)
-    )
+    real = sac_racer.hold_action
+
+    def hold(envs, _, *rest):
+        steer, throttle, brake = full_throttle(envs.observations).T
+        return real(envs, torch.tensor(np.stack([steer, 2 * throttle - 1, 2 * brake - 1], axis=1)), *rest)
+
+    monkeypatch.setattr(sac_racer, "hold_action", hold)
     monkeypatch.setattr(Agent, "drive", lambda self, obs: full_throttle(obs))
     config = short_episodes(tmp_path, 1000)
     result = train(

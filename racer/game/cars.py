@@ -7,6 +7,8 @@ The interface, with arrays over cars throughout:
     close()            idempotent
     track_ids          of every car
     off_road           which cars were off the road after the last tick (N,)
+
+`check_actions` checks what a user gives them, `StuckDetector` watches their progress.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import numpy as np
 
 from racer.game.bridge import BridgeCars
 from racer.game.checks import excerpt
-from racer.game.rules import RESET_INFO, STARTS
+from racer.game.observations import ARC
+from racer.game.rules import ACTION_NAMES, RESET_INFO, STARTS
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS
 
@@ -79,3 +82,49 @@ def make_cars(num_cars: int, track_id, config: dict, bridge_url, start: str, fir
             own = f"its own tracks, e.g. {', '.join(TRACKS)}"
             raise ValueError(f"track {track!r} is a file, but the real game has only {own}")
     return BridgeCars(int(num_cars), track_ids, config, urls, first_car)
+
+
+def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
+    """Actions as finite float64 of this shape, or a ValueError that names the value. The box is not enforced: the game clamps."""
+    try:
+        array = np.asarray(actions)
+    except ValueError as error:
+        raise ValueError(f"action is ragged: {excerpt(actions)}; it must have shape {shape}") from error
+    if array.dtype.kind not in "fiu":
+        found = f"action has dtype {array.dtype}: {excerpt(actions)}"
+        raise ValueError(f"{found}; it must be numbers {list(ACTION_NAMES)}")
+    if array.shape != shape:
+        wanted = f"{shape}: {list(ACTION_NAMES)}" + (" per car" * (len(shape) > 1))
+        raise ValueError(f"action has shape {array.shape}; it must have shape {wanted}")
+    array = array.astype(np.float64)
+    if not np.isfinite(array).all():
+        where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+        name = f"action of car {where[0]}: " if len(where) > 1 else "action: "
+        raise ValueError(f"{name}{ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only")
+    return array
+
+
+class StuckDetector:
+    """How many ticks each car has gone without making progress along the track. Stuck: for `limit` ticks (0: never)."""
+
+    STATE = ("arc", "travelled", "farthest", "waiting")
+
+    def __init__(self, num_cars: int, limit: int):
+        if not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 0:
+            raise ValueError(f"stuck_ticks is {limit!r}; it must be a number of ticks, or 0 for never")
+        self.limit = limit
+        self.arc, self.travelled, self.farthest = (np.zeros(num_cars) for _ in range(3))  # in laps
+        self.waiting = np.zeros(num_cars, np.int64)
+
+    def on_reset(self, cars, observations) -> None:
+        self.arc[cars], self.travelled[cars], self.farthest[cars], self.waiting[cars] = observations[:, ARC], 0, 0, 0
+
+    def update(self, observations) -> np.ndarray:
+        """After a tick: which cars are stuck (N,)."""
+        if not self.limit:
+            return np.zeros(len(self.waiting), bool)
+        gain = observations[:, ARC] - self.arc
+        self.arc, self.travelled = observations[:, ARC].astype(float), self.travelled + gain - np.rint(gain)
+        self.waiting = np.where(self.travelled > self.farthest, 0, self.waiting + 1)
+        self.farthest = np.maximum(self.farthest, self.travelled)
+        return self.waiting >= self.limit

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from racer.game.checks import excerpt
 
 STEP = 0x9E3779B97F4A7C15  # between two states of a stream
 
@@ -29,3 +33,17 @@ def car_seeds(seed: int, cars) -> list[int]:
     """A seed for each car (by its number in the fleet). No two pairs of seed and car share one, in practice."""
     base = scramble(np.array([int(seed) % 2**64], np.uint64))
     return [int(s) for s in scramble(base + np.uint64(STEP) * np.asarray(cars, np.uint64))]
+
+
+def fleet_seeds(seed, num_cars: int, first_car: int = 0, first_reset: bool = False) -> list[int | None] | None:
+    """A seed per car, from a number or a list of them. None continues a car's stream (a fresh one on the first reset)."""
+    if seed is None and not first_reset:
+        return None
+    if seed is None or (isinstance(seed, (int, np.integer)) and seed >= 0):
+        seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
+        return car_seeds(seed, first_car + np.arange(num_cars))
+    fits = isinstance(seed, Sequence) and len(seed) == num_cars
+    if not fits or any(s is not None and (not isinstance(s, int) or s < 0) for s in seed):
+        raise ValueError(f"seed is {excerpt(seed)}; it must be 0 or more, or a list of {num_cars}, None for any")
+    fresh = np.random.SeedSequence().generate_state(num_cars) if first_reset else [None] * num_cars
+    return [other if s is None else s for s, other in zip(seed, fresh, strict=True)]

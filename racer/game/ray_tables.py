@@ -207,11 +207,12 @@ class _RayBlock:
                 vertex[walks] += step.take(walks)
         found[walks] = False
         backward, forward = vertex.reshape(2, count)
-        first = np.zeros(self.count * BINS, np.intp)
-        length, farthest = np.zeros_like(first), np.zeros(len(first))
-        closed, faced, left = (np.zeros(len(first), bool) for _ in range(3))
-        first[rows], length[rows] = backward, forward - backward
-        closed[rows], faced[rows] = found.reshape(2, count).all(0), facing.reshape(2, count).all(0)
-        left[rows] = leaves.reshape(2, count).any(0)
-        farthest[rows] = np.sqrt(far.reshape(2, count).max(0)) + self.radius
-        return first, length, farthest, closed, faced, left
+        farthest = np.sqrt(far.reshape(2, count).max(0)) + self.radius
+        ends = found.reshape(2, count).all(0), facing.reshape(2, count).all(0), leaves.reshape(2, count).any(0)
+        return tuple(self._per_row(rows, values) for values in (backward, forward - backward, farthest, *ends))
+
+    def _per_row(self, rows, values):
+        """Values of some rows, 0 in the others."""
+        result = np.zeros(self.count * BINS, values.dtype)
+        result[rows] = values
+        return result

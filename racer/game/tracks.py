@@ -113,12 +113,9 @@ def _random_loop(state: int, size: float, wide: float, wild: float) -> np.ndarra
     points = np.stack([np.interp(s, arc[:-1], v, period=arc[-1]) for v in (x, y)], axis=1) * (length / arc[-1])
     width = RANDOM_HALF_WIDTH[0] + wide * (RANDOM_HALF_WIDTH[1] - RANDOM_HALF_WIDTH[0])
     width *= 1 + pick(0, 0.35) * np.cos(2 * math.pi * int(pick(1, 4)) * s / arc[-1] + pick(0, 2 * math.pi))
-    # 4. chicanes: some neighbouring points move to the left and to the right in turn
+    # 4. chicanes
     for _ in range(int(pick(0, 3.5 * wild))):
-        first, aside = int(pick(0, count)), pick(8, 22)
-        for i in range(first, first + int(pick(2, 5))):
-            along = points[(i + 1) % count] - points[(i - 1) % count]
-            points[i % count] += aside * (-1) ** i * np.array([-along[1], along[0]]) / np.hypot(*along)
+        _add_chicane(points, int(pick(0, count)), pick(8, 22), int(pick(2, 5)))
     # 5. it begins where it is straightest, in either direction
     edge = np.diff(points, axis=0, append=points[:1])
     turn = np.abs(np.angle((edge @ [1, 1j]) / np.roll(edge @ [1, 1j], 1)))
@@ -132,3 +129,11 @@ def _random_loop(state: int, size: float, wide: float, wild: float) -> np.ndarra
     close = squared_distances(points, points) < walls**2
     apart = np.abs(np.arange(count)[:, None] - np.arange(count)) * (length / count)
     return None if (close & (np.minimum(apart, length - apart) > 1.6 * walls)).any() else points
+
+
+def _add_chicane(points: np.ndarray, first: int, aside: float, length: int) -> None:
+    """Move some neighbouring points to the left and to the right in turn."""
+    count = len(points)
+    for i in range(first, first + length):
+        along = points[(i + 1) % count] - points[(i - 1) % count]
+        points[i % count] += aside * (-1) ** i * np.array([-along[1], along[0]]) / np.hypot(*along)

@@ -1,7 +1,7 @@
 """The command line of a trainer: flags, the presets they bring, what to do with a trained driver, exit codes.
 
 `read_command` gives the settings (the trainer's `Args`) and the task (`Task`). Types of Args fields, such as `Count` and
-`Fraction`, carry the range of their values; `check_ranges` checks them, also for Args made in Python.
+`Fraction`, carry the range of their values.
 """
 
 from __future__ import annotations
@@ -70,22 +70,23 @@ Positive = Annotated[float, Range(0, without_low=True)]
 NonNegative = Annotated[float, Range(0)]
 
 
-def check_ranges(args) -> None:
-    """ValueError that names the flag if a setting is out of the range of its type."""
-    for name, kind in typing.get_type_hints(type(args), include_extras=True).items():
-        for allowed in typing.get_args(kind)[1:]:
-            if isinstance(allowed, Range) and getattr(args, name) not in allowed:
-                raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be {allowed}")
+class Settings:
+    """Base of a trainer's Args: checks its values, also of Args made in Python, and names the flag that is wrong."""
 
+    def __post_init__(self):
+        for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
+            for allowed in typing.get_args(kind)[1:]:
+                if isinstance(allowed, Range) and getattr(self, name) not in allowed:
+                    raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be {allowed}")
+        if self.random_tracks and tuple(self.track_id) != type(self).track_id:
+            raise ValueError("--random-tracks and --track-id are mutually exclusive")
+        if not self.tracks or len(set(self.tracks)) < len(self.tracks):
+            raise ValueError(f"--track-id is {' '.join(self.tracks)}; name one track, or several different ones")
 
-def tracks_of(args) -> tuple[str, ...]:
-    """The ids of the tracks to drive on."""
-    if args.random_tracks and tuple(args.track_id) != type(args).track_id:
-        raise ValueError("--random-tracks and --track-id are mutually exclusive")
-    tracks = tuple(f"random-{n}" for n in range(1, args.random_tracks + 1)) or tuple(args.track_id)
-    if not tracks or len(set(tracks)) < len(tracks):
-        raise ValueError(f"--track-id is {' '.join(tracks)}; name one track or several different ones")
-    return tracks
+    @property
+    def tracks(self) -> tuple[str, ...]:
+        """The ids of the tracks to drive on."""
+        return tuple(f"random-{n}" for n in range(1, self.random_tracks + 1)) or tuple(self.track_id)
 
 
 # == Flags =============================================================================================================

@@ -11,14 +11,37 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
+from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE, obs_moments
 from racer.training.checkpoints import load_checkpoint, must_fit
 from racer.training.evaluation import describe, describe_all, evaluate, hand_written_rewards, summarize
 from racer.training.terminal import print_safely
 from racer_env import RacerVectorEnv
 
 
-def load_driver(path: Path, algorithm: str, agent: torch.nn.Module) -> torch.nn.Module:
+class Driver(torch.nn.Module):
+    """What a trainer's Agent is: `forward` maps normalised observations to actions within the game's box.
+
+    Observations are normalised with fixed means and variances. As buffers they are saved and exported with the weights.
+    """
+
+    NORM_EPSILON, NORM_CLIP = 1e-6, 4.0
+
+    def __init__(self, hide_arc: bool):
+        super().__init__()
+        for name, values in zip(("obs_mean", "obs_var"), obs_moments(hide_arc), strict=True):
+            self.register_buffer(name, torch.from_numpy(values))
+
+    def normalize(self, obs):
+        scaled = (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
+        return scaled.clamp(-self.NORM_CLIP, self.NORM_CLIP)
+
+    @torch.inference_mode()
+    def drive(self, obs: np.ndarray) -> np.ndarray:
+        """Raw observations (N, 14) -> deterministic actions (N, 3)."""
+        return self(self.normalize(torch.from_numpy(obs))).numpy()
+
+
+def load_driver(path: Path, algorithm: str, agent: Driver) -> Driver:
     """Load the driver of a checkpoint into `agent`. Only the actor is needed, so the critics may have another shape."""
     parts = load_checkpoint(path, algorithm, prefer="best.pt")["parts"]
     needed = [name for name in agent.state_dict() if name.startswith(("actor.", "obs_"))]
@@ -27,7 +50,7 @@ def load_driver(path: Path, algorithm: str, agent: torch.nn.Module) -> torch.nn.
     return agent
 
 
-def evaluate_driver(agent: torch.nn.Module, args, task) -> list[dict]:
+def evaluate_driver(agent: Driver, args, task) -> list[dict]:
     """`--evaluate`: complete episodes of a trained driver, on the tracks of its training unless others are given."""
     results = []
     torch.set_num_threads(1)  # as in training
@@ -49,7 +72,7 @@ def evaluate_driver(agent: torch.nn.Module, args, task) -> list[dict]:
     return results
 
 
-def export_driver(agent: torch.nn.Module, folder: Path) -> None:
+def export_driver(agent: Driver, folder: Path) -> None:
     """`--export`: a driver as the browser game loads it. The game normalises observations with the stats, then runs the model."""
     try:
         import onnx  # noqa: F401  torch.onnx needs it

@@ -21,10 +21,8 @@ import copy
 import dataclasses
 import json
 import math
-import os
 import shlex
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -45,6 +43,7 @@ from racer.training.evaluation import (
 from racer.training.processes import (
     ProcessError, SharedError, all_gather, broadcast_from_rank0, gather_on_rank0, rank, remember, run_on_all, world_size,
 )  # fmt: skip
+from racer.training.report import how_to_resume, report
 from racer.training.terminal import Clock, ProgressLine, print_safely, warn
 from racer.training.twin import difference_from_engine
 from racer_env import RacerVectorEnv
@@ -275,7 +274,7 @@ class Run:
 
     def _evaluate(self, drive: Callable) -> dict | None:
         episodes = evaluate(drive, self.eval_envs, self.args.tracks, complete=self.finished)
-        results, reward = self._summarize(episodes), score(episodes)
+        results, reward = self.summarize(episodes), score(episodes)
         for name, value in eval_metrics(results).items():
             self.logger.record(name, value)
         for line in lines_of(results):
@@ -288,7 +287,7 @@ class Run:
             "score": reward, "step": self.steps, "results": results, "laps": laps, "extrapolated": extrapolated,
         }  # fmt: skip
 
-    def _summarize(self, episodes) -> list[dict]:
+    def summarize(self, episodes) -> list[dict]:
         return [summarize([e], self.eval_envs.config, self.hand_written.get(e.track)) for e in episodes]
 
     def _draw(self, laps: list[dict], replay: bool = False) -> None:
@@ -378,55 +377,23 @@ class Run:
                     all_gather(error)
             if self.save():
                 lost = f"Saved as it was after step {self.steps:,}; only what was driven since then is lost"
-                cause = BridgeError(f"{cause}\n{lost}. {self._how_to_resume()}")
+                cause = BridgeError(f"{cause}\n{lost}. {how_to_resume(self.folder)}")
             raise (SharedError(cause) if world_size() > 1 else cause) from error
         if isinstance(error, ProcessError):
-            raise ProcessError(f"{error}. The run has ended. {self._how_to_resume()}") from error
+            raise ProcessError(f"{error}. The run has ended. {how_to_resume(self.folder)}") from error
         if isinstance(error, FloatingPointError):
             advice = "Training diverged; start again with a smaller --learning-rate"
             raise FloatingPointError(f"{error}. {advice}") from error
 
-    def _how_to_resume(self) -> str:
-        if not (self.folder / "checkpoint.pt").exists():
-            return f"There is no checkpoint in {self.folder}"
-        return f"Resume from the last checkpoint with: {command()} --resume {shlex.quote(str(self.folder))}"
-
     def report(self) -> dict:
-        """The summary, in the terminal and as summary.json: what was reached, where it is, what to type next."""
-        args, folder, clock = self.args, self.folder, self.clock.seconds
-        reached = {"run_folder": str(folder), "steps": self.steps, "finished": self.finished, "signal": self.stopped}
+        """The summary, in the terminal and as summary.json. -> what was reached"""
         if rank() > 0:
-            return {**reached, "saved": self.saved}
+            reached = {"run_folder": str(self.folder), "steps": self.steps, "finished": self.finished}
+            return {**reached, "signal": self.stopped, "saved": self.saved}
         self._evaluate_best()
         if self.finished:
             self._draw(self.best["laps"], replay=True)
-        session, driven = self.seconds - self.seconds_before, self.steps - self.terminal.first_step
-        rate = driven / max(session - clock.get("evaluation", 0.0), 1e-9)
-        if not driven:
-            total = f"{args.total_timesteps:,} steps; --total-timesteps extends it"
-            print_safely(f"\nnothing to do: the run is at {self.steps:,} of {total}")
-        here = f", {session:.1f} s of them in this session" if self.seconds_before else ""
-        how = "done" if self.finished else "stopped"
-        print_safely(
-            f"\n\n{how}: {self.steps:,} steps in {self.seconds:.1f} s{here}; {rate:,.0f} steps/s without evaluation"
-        )
-        clock["rest"] = max(session - sum(clock.values()), 0.0)
-        shares = sorted(clock.items(), key=lambda item: -item[1])
-        print_safely("time      " + ", ".join(f"{name} {s:.1f} s ({s / session:.0%})" for name, s in shares))
-        for label, results in (("start", self.start_results), ("best", self.best["results"])):
-            at = [f"at step {self.best['step']:,}"] if label == "best" else []
-            if results:
-                print_safely(f"{label:<10}" + f"\n{'':10}".join([*lines_of(results), *at]))
-        self._print_files()
-        reached |= {"saved": self.saved, "seconds": self.seconds, "steps_per_sec": rate, "clock": clock}
-        reached |= {
-            "best_step": self.best["step"],
-            "results": self.best["results"],
-            "start_results": self.start_results,
-        }
-        with contextlib.suppress(OSError):  # a full disk has been reported
-            (folder / "summary.json").write_text(json.dumps(reached, indent=2), encoding="utf-8")
-        return {**reached, "best": self.best}
+        return report(self)
 
     def _evaluate_best(self) -> None:
         """The results of best.pt from complete episodes, as --evaluate drives them; in training some were extrapolated."""
@@ -435,26 +402,4 @@ class Run:
         best = copy.deepcopy(self.parts["agent"])
         with self.clock("evaluation"), contextlib.suppress(BridgeError, ValueError):  # no bridge, no best.pt
             best.load_state_dict(load_checkpoint(self.folder / "best.pt", self.algorithm)["parts"]["agent"])
-            self.best["results"] = self._summarize(evaluate(best.drive, self.eval_envs, self.args.tracks))
-
-    def _print_files(self) -> None:
-        folder = shlex.quote(str(self.folder))
-        files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line*.png", "replay*.gif")
-        there = [path.name for name in files for path in sorted(self.folder.glob(name))]
-        print_safely(f"files     {self.folder}: {', '.join(there)}")
-        if not self.finished:
-            print_safely(f"resume    {command()} --resume {folder}")
-        if "best.pt" in there:
-            print_safely(f"evaluate  python {shlex.quote(sys.argv[0])} --evaluate {folder}")
-        print_safely(f"look      tensorboard --logdir {shlex.quote(str(self.folder.parent))}")
-        if not self.saved:
-            warn(f"\nThe end of this run could not be written. Free disk space. {self._how_to_resume()}")
-
-
-def command() -> str:
-    """How this program was started, for telling people how to continue."""
-    program, here = shlex.quote(sys.argv[0]), os.environ.get("LOCAL_WORLD_SIZE")
-    if world_size() == 1 or here is None:
-        return f"python {program}"
-    machines = world_size() // int(here)
-    return f"torchrun {f'--nnodes={machines} ' if machines > 1 else ''}--nproc_per_node={here} {program}"
+            self.best["results"] = self.summarize(evaluate(best.drive, self.eval_envs, self.args.tracks))

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from racer.game.cars import EmbeddedCars
 from racer.game.rules import MAX_SPEED, SHOULDER_WIDTH, TICKS_PER_SECOND
 from racer.game.sim import RacerSim
 from racer.game.track import Track
@@ -180,6 +181,13 @@ class Camera:
         x, y, heading, *_ = self._place(car)
         trail = [place[:2] for place in self.places[car][-TRAIL_TICKS:]]
         return painter_of(self.sim.world.tracks[self.sim.track[car]]).picture(x, y, heading, trail)
+
+
+def make_camera(cars, config: dict) -> Camera:
+    """It watches embedded cars, or embedded twins of cars on a bridge."""
+    if isinstance(cars, EmbeddedCars):
+        return Camera(cars.sim, is_twin=False)
+    return Camera(RacerSim(len(cars.track_ids), cars.track_ids, config), is_twin=True)
 
 
 # == 3  A lap ==========================================================================================================
