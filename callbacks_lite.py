@@ -107,7 +107,7 @@ class MetricsLogger:
 
     def _append(self, row: dict[str, float]) -> None:
         new = [key for key in row if key not in self._columns]
-        if new:  # a longer header: write the whole file again
+        if new:  # a longer header: rewrite the file
             self._columns += new
             self._rewrite(lambda row: True)
         with self.csv_path.open("a", newline="", encoding="utf-8") as file:

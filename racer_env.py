@@ -88,12 +88,12 @@ class RacerEnv(gym.Env):
     ## Start and end
 
     start="grid" is the game's: standing on the start line. start="anywhere" (embedded engine only): somewhere along the
-    track, off the middle, not quite straight, at some speed; seeded by reset(seed=...). Only a whole lap from line to line
-    counts as a lap, wherever the car began.
+    track, off the middle, not quite straight, at some speed; seeded by reset(seed=...). Only a lap from line to line
+    counts, wherever the car began.
 
     terminated: slower than stillnessSpeedThreshold for stillnessTimeoutTicks in a row (180). truncated: maxSteps (3000).
     A finished lap or a crash ends nothing. With `stuck_ticks`, an episode is also truncated when the car has made no progress
-    along the track for so many ticks.
+    along the track for that many ticks.
 
     ## Info
 
@@ -109,7 +109,7 @@ class RacerEnv(gym.Env):
     config_path  reward weights and limits in the game's schema; default ai-config.json
     bridge_url   drive in the real game behind this URL, e.g. "ws://localhost:9876"; default: the embedded engine
     start        "grid" or "anywhere"
-    stuck_ticks  truncate an episode after so many ticks without progress; 0: never
+    stuck_ticks  truncate an episode after this many ticks without progress; 0: never
     render_mode  None or "rgb_array": the track, the car and its trail as (H, W, 3) uint8
     """
 
@@ -301,7 +301,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         return {**self._cars.sim.get_state(), **own}
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
-        """Continue from get_state(), bit for bit."""
+        """Continue from get_state(), bit-exact."""
         _check_open(self._state)
         if not isinstance(self._cars, EmbeddedCars):
             raise ValueError("the state of the real game cannot be set; only that of the embedded engine can")

@@ -51,7 +51,7 @@ from racer_env import RacerVectorEnv
 class Args(Settings):
     # -- run
     total_timesteps: Count = 1_000_000
-    """environment steps of the whole run, all cars together"""
+    """total environment steps, all cars together"""
     seed: Whole = 1
     """random seed: the same seed and command give the same numbers"""
     start_from: Path | None = None
@@ -441,7 +441,7 @@ def make_agent(args: Args) -> Agent:
 
 
 def train(args: Args) -> dict:
-    """A whole run: drive and learn, evaluate, save, until it is finished or stopped. -> what was reached"""
+    """A complete run: drive and learn, evaluate and save until it is finished or stopped. -> its summary"""
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the other core drives the cars
     envs = make_envs(args)

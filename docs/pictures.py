@@ -1,4 +1,4 @@
-"""The README's pictures, made anew: python docs/pictures.py (ten minutes)
+"""The README's pictures: python docs/pictures.py (ten minutes)
 
 Runs stay in docs/runs, so that a second call only draws. The picture of TensorBoard needs Chromium (`apt install chromium`).
 """
@@ -58,7 +58,7 @@ def letters(size: int) -> dict:
 
 
 def learning_curves(size=(900, 420), left=70, bottom=50, most=2_000_000, low=6.0, high=7.6) -> Image.Image:
-    """Reward of an episode without noise over steps on track-01, beside the hand-written driver's and the best known."""
+    """Reward of a deterministic episode over steps on track-01, beside the hand-written driver's and the best known."""
     picture = Image.new("RGB", size, "white")
     pen, (width, height) = ImageDraw.Draw(picture), size
 

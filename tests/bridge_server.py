@@ -134,7 +134,7 @@ async def serve_car(connection, options) -> None:
 
 
 async def misbehave(connection, fault: str, reply: dict) -> bool:
-    """-> whether the connection goes on."""
+    """-> whether the connection stays open."""
     if fault == "die":
         os._exit(1)
     if fault == "stall":

@@ -43,14 +43,6 @@ both = pytest.mark.parametrize("name", ["ppo", "sac"])
 one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
 
 
-@pytest.fixture(autouse=True)
-def no_hand_written_driver(request, monkeypatch):
-    """Runs of other configs than the game's drive it first, which takes a while. A test named after it has it."""
-    if "hand_written" not in request.node.name:
-        monkeypatch.setattr("racer.training.run.hand_written_rewards", lambda *_: {})
-        monkeypatch.setattr("racer.training.drivers.hand_written_rewards", lambda *_: {})
-
-
 def flags(settings: dict) -> list[str]:
     """Settings as a command line."""
     words = []

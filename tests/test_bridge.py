@@ -192,9 +192,9 @@ NAMED = {
     "deep-json": "the reply is not JSON",
     "wrong-type": "the reply's type is 'reset_result', expected 'step_result'",
     "no-observation": "observation is null, it must be a list of 14 numbers",
-    "no-reward": "the reply lacks reward",
+    "no-reward": "the reply has no reward",
     "no-info": "info is null, it must be an object",
-    "no-lap": r"the reply lacks info\.lap",
+    "no-lap": r"the reply has no info\.lap",
     "13-numbers": "observation has 13 elements, it must be a list of 14 numbers",
     "nan-ray": r"observation\[0\] \(ray0\) is NaN, it must be a number in \[0, 1\]",
     "far-ray": r"observation\[0\] \(ray0\) is 7\.25, it must be a number in \[0, 1\]",
@@ -300,7 +300,7 @@ def test_with_retries_a_fault_ends_all_episodes_as_truncated_where_they_truly_we
     assert "Reconnecting (attempt 1 of 2)" in caplog.text
     for _ in range(5):
         envs.step(np.tile(GO, (2, 1)))
-    assert envs.step(np.tile(GO, (2, 1)))[3].all() and envs.bridge_faults == 2, "retries count from anew"
+    assert envs.step(np.tile(GO, (2, 1)))[3].all() and envs.bridge_faults == 2, "the count of retries starts again"
     server.kill()
     with pytest.raises(BridgeError, match="no game bridge at"):
         envs.step(np.tile(GO, (2, 1)))

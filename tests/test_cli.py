@@ -50,7 +50,7 @@ def test_help_tells_every_flag_with_the_defaults_of_this_command_line_on_two_scr
     def shown(*words):
         with pytest.raises(SystemExit) as end:
             args_of(name, *words, "--help")
-        assert end.value.code == 0, "and a notebook goes on"
+        assert end.value.code == 0, "and a notebook continues"
         return capsys.readouterr().out
 
     usual = shown()
@@ -119,7 +119,7 @@ def test_every_track_needs_a_car(tmp_path):
         make_envs(args_of("ppo", "--track-id", *TRACKS, "--num-envs", 2, "--minibatch-size", 8))
 
 
-def test_a_terminal_that_lacks_a_letter_ends_nothing(tmp_path):
+def test_a_terminal_without_a_letter_ends_nothing(tmp_path):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "ppo_racer.py", "--resume", str(tmp_path / "\u00fcn\u00ef")]
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=environment)

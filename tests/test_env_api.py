@@ -418,7 +418,7 @@ def test_a_state_that_does_not_fit_is_refused_whole(short):
         envs.set_state(state)
 
 
-def test_seeds_of_none_go_on_or_are_fresh():
+def test_seeds_of_none_continue_or_are_fresh():
     def make():
         envs = RacerVectorEnv(2, start="anywhere")
         sync = SyncVectorEnv([lambda: RacerEnv(start="anywhere")] * 2, autoreset_mode=AutoresetMode.SAME_STEP)

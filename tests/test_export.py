@@ -88,7 +88,7 @@ def test_the_exported_pair_drives_the_same_laps(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_what_export_lacks_is_said(tmp_path, monkeypatch):
+def test_what_export_misses_is_said(tmp_path, monkeypatch):
     run = trained("ppo", tmp_path)
     real = builtins.__import__
 

@@ -102,7 +102,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_run_stops_nothing_and_costs_no_che
     assert "checkpoint.pt (File too large)" in out
     assert "Traceback" not in out and 1024 <= steps_of(name, tmp_path / "run" / "checkpoint.pt") < 16_384
     assert not list((tmp_path / "run").glob("*.pt*.tmp"))
-    assert resume(name, tmp_path / "run")["finished"], "and it goes on from there once there is room"
+    assert resume(name, tmp_path / "run")["finished"], "and it continues from there once there is space"
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_bridge_fault_saves_and_exits_with_3(start, bridge, tmp_path, name, fa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "fault"), [("ppo", "cut"), ("sac", "nan-ray")])
-def test_with_retries_a_run_goes_on_through_faults_and_counts_them(start, bridge, tmp_path, name, fault):
+def test_with_retries_a_run_continues_through_faults_and_counts_them(start, bridge, tmp_path, name, fault):
     """Every connection fails after 250 steps: a run of 1,000 ticks meets that three times."""
     url = bridge("--fault", fault, "--after", "250").url
     process = start(name, **on_bridge(name, tmp_path, ticks=60, total_timesteps=2000, bridge_url=url, bridge_retries=2))

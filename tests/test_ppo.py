@@ -185,7 +185,7 @@ def test_the_game_does_with_a_raw_action_what_it_does_with_the_clamped_one():
         np.testing.assert_array_equal(x[1], y[1])
 
 
-def test_the_driver_without_noise_is_the_mean_within_the_box():
+def test_the_deterministic_driver_is_the_mean_within_the_box():
     agent = Agent()
     with torch.no_grad():
         agent.actor[-1].weight.mul_(300)

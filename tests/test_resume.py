@@ -1,4 +1,4 @@
-"""Nothing lost: whatever ends a run, it goes on bit for bit; and what a bad checkpoint gets. For both trainers."""
+"""Nothing lost: whatever ends a run, it resumes bit-exact; and what a bad checkpoint gets. For both trainers."""
 
 from __future__ import annotations
 
@@ -141,6 +141,7 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_run_never_stopped(
     lab.assert_same_run(straight, tmp_path / "run")
 
 
+@mostly_shared
 def test_resuming_an_older_file_keeps_what_came_after_it(lab, tmp_path, monkeypatch):
     """best.pt of step 4,096 in a run of 8,192 steps: the later checkpoint and its rows are not lost."""
     scores = iter([1.0, 0.0, 0.0, 0.0])
@@ -187,7 +188,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(lab, tmp_path, straight
 
 
 @mostly_shared
-def test_a_moved_run_with_files_of_its_own_goes_on_and_changed_rewards_are_noticed(lab, tmp_path, monkeypatch):
+def test_a_moved_run_with_files_of_its_own_resumes_and_changed_rewards_are_noticed(lab, tmp_path, monkeypatch):
     config, track = tmp_path / "cfg.json", tmp_path / "mine.json"
     config.write_text(lab.usual["config_path"].read_text())
     track.write_text(json.dumps({"name": "mine", "control_points": TRACKS["track-01"]}))
@@ -334,7 +335,7 @@ def test_a_picture_that_cannot_be_drawn_costs_a_warning(lab, tmp_path, monkeypat
         assert lab.train(tmp_path, total_timesteps=512)["finished"]
 
 
-def test_a_checkpoint_without_a_new_flag_or_with_one_that_is_gone_goes_on(lab, tmp_path, straight, capsys):
+def test_a_checkpoint_without_a_new_flag_or_with_one_that_is_gone_resumes(lab, tmp_path, straight, capsys):
     shutil.copytree(straight, tmp_path / "run")
     for file in ("checkpoint.pt", "best.pt"):
         saved = torch.load(tmp_path / "run" / file, weights_only=True)
@@ -389,7 +390,7 @@ def test_kill_minus_9_and_resume_is_the_run_never_stopped(lab, start, tmp_path, 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to send to another process")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @mostly_shared
-def test_signals_save_say_how_to_go_on_and_exit_with_their_code(lab, start, tmp_path, number, code):
+def test_signals_save_say_how_to_resume_and_exit_with_their_code(lab, start, tmp_path, number, code):
     process = start(lab.name, **lab.settings(tmp_path, total_timesteps=10**9))
     wait_for((tmp_path / "run" / "checkpoint.pt").exists, process)
     process.send_signal(number)
@@ -532,7 +533,7 @@ def test_evaluation_costs_no_game_time_unless_the_game_drives_otherwise(lab, tmp
 
 
 @mostly_shared
-def test_a_run_that_began_on_the_engine_goes_on_in_the_game(lab, tmp_path, good_bridge):
+def test_a_run_that_began_on_the_engine_continues_in_the_game(lab, tmp_path, good_bridge):
     config = short_episodes(tmp_path, 60)
     lab.train(tmp_path, **{**lab.bridge, "total_timesteps": 200, "config_path": config})
     result = lab.resume(tmp_path / "run", total_timesteps=400, bridge_url=(good_bridge.url,))
@@ -628,6 +629,7 @@ def test_random_tracks_are_what_args_say_and_the_file_s_config_is_what_is_compar
         lab.module.Args(slow_game=True)
 
 
+@mostly_shared
 def test_runs_of_the_format_before_resume_and_evaluate(lab, tmp_path):
     """Saved by the last version with format 3: other names, random tracks with a scaled penalty, cuts counted by length."""
     shutil.copytree(ROOT / "tests" / "golden" / "format-3" / lab.name, tmp_path / "run")

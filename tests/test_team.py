@@ -218,7 +218,7 @@ def test_a_process_drives_its_part_of_the_fleet():
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(launch, tmp_path, name="ppo"):
+def test_a_run_resumes_with_another_number_of_processes(launch, tmp_path, name="ppo"):
     finish(launch(name))
     before = load(name, tmp_path / "a")["parts"]
     result = resume(name, tmp_path / "a", total_timesteps=5120)
@@ -226,7 +226,7 @@ def test_a_run_goes_on_with_another_number_of_processes(launch, tmp_path, name="
     after = load(name, tmp_path / "a")["parts"]
     assert len(before["envs"]) == 2 and len(after["envs"]) == 1
     assert after["scaler"][0]["moments"][2] > before["scaler"][0]["moments"][2] > 1000, (
-        "what rewards are scaled by goes on"
+        "the scale of rewards continues"
     )
     out = finish(launch(name, "--resume", tmp_path / "a", "--total-timesteps", "6144", processes=4))
     assert "resuming with 4 instead of 1 processes" in out
@@ -247,7 +247,7 @@ linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds t
 @linux
 @one_in_short
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_process_that_dies_ends_the_run_and_says_how_to_go_on(launch, tmp_path, name, victim):
+def test_a_process_that_dies_ends_the_run_and_says_how_to_resume(launch, tmp_path, name, victim):
     process = launch(name, total_timesteps=10**8)
     wait_for((tmp_path / "a" / "checkpoint.pt").exists, process)
     os.kill(worker_pids(process.pid)[victim], signal.SIGKILL)

@@ -4,11 +4,8 @@
     observations, info = cars.reset(np.arange(8))
     observations, rewards, terminated, truncated, info = cars.step(np.tile([0.0, 1.0, 0.0], (8, 1)))
 
-    1  the protocol     what replies hold, and how long they may take
-    2  one connection   requests out, replies in; whatever is wrong with a reply is named
-    3  many cars        on one bridge or on several
-
-A fault of the bridge raises BridgeError. What reconnects is RacerVectorEnv, in racer_env.py.
+A fault of the bridge raises BridgeError, which names the connection and what is wrong with the reply. RacerVectorEnv, in
+racer_env.py, reconnects.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from racer.game.observations import ARC, CENTRELINE, OBS_HIGH, OBS_LOW, OBS_NAME
 from racer.game.rules import CENTRELINE_RANGE, RESET_INFO, STEP_INFO
 from racer.game.tracks import TRACKS, load_track
 
-# == 1  The protocol ===================================================================================================
+# == Limits ===========================================================================================================
 
 OBS_RANGES = [(low - 1e-6, high + 1e-6) for low, high in zip(OBS_LOW.tolist(), OBS_HIGH.tolist(), strict=True)]
 CONNECT_TIMEOUT_S = 10.0
@@ -55,15 +52,15 @@ class BridgeUrlError(BridgeError, ValueError):
     """A malformed bridge URL."""
 
 
-# == 2  One connection =================================================================================================
+# == One connection ==================================================================================================
 
 
 class _DeadlineSocket(socket.socket):
-    """A socket whose reads share one deadline and one allowance of bytes, so that a reply can neither drip in nor flood."""
+    """A socket whose reads share one deadline and one allowance of bytes: a reply can neither trickle forever nor fill memory."""
 
     deadline = math.inf
     allowance = math.inf
-    buffer = b""  # what has arrived: one call of the system brings a whole reply, which is then read in small parts
+    buffer = b""  # received data: one system call brings a complete reply, which is then read in small pieces
 
     def expect(self, seconds: float, allowance: float) -> None:
         self.deadline, self.allowance = time.monotonic() + seconds, allowance
@@ -138,7 +135,7 @@ class BridgeConnection:
     def _send(self, message: dict) -> None:
         if self.websocket is None:
             name = f"bridge connection {self.number} ({self.url})"
-            raise BridgeError(f"{name} is closed; make a new environment to go on")
+            raise BridgeError(f"{name} is closed; make a new environment")
         try:
             self.websocket.sock.settimeout(REPLY_TIMEOUT_S)
             self.websocket.send(json.dumps(message, allow_nan=False, separators=(",", ":")))
@@ -186,7 +183,7 @@ class BridgeConnection:
     def _field(self, container: dict, key: str, kind: type, where: str = ""):
         """container[key] as a float, int or bool: a finite number is a number, 1 is not True, "1" is nothing."""
         if key not in container:
-            raise self._fail(f"the reply lacks {where}{key}", shown=True)
+            raise self._fail(f"the reply has no {where}{key}", shown=True)
         value = container[key]
         if kind is bool:
             fits = isinstance(value, bool)
@@ -245,7 +242,7 @@ class BridgeConnection:
         connection.shutdown()
 
 
-# == 3  Many cars ======================================================================================================
+# == Many cars =======================================================================================================
 
 
 class BridgeCars:
@@ -287,7 +284,7 @@ class BridgeCars:
     @property
     def off_road(self) -> np.ndarray:
         observations, penalties = self._last_step
-        off_road = penalties != 0  # all that can be told on a track that only the real game knows
+        off_road = penalties != 0  # the best guess on a track that only the real game knows
         for i, track_id in enumerate(self.track_ids):
             if track_id in TRACKS:
                 track = load_track(track_id)

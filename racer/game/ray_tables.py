@@ -55,7 +55,7 @@ class _RayBlock:
     """Ray rows for one block of cells. All arrays are (cells, S') pairs or (cells * BINS,) rows; S' = segments in reach.
 
     `radius` is a cell's circumscribed circle: a statement about "the cell" holds for every point of that disc.
-    Bearings are counted in bins. A segment is `facing` if the whole cell is on its road side, `averted` if the whole cell
+    Bearings are counted in bins. A segment is `facing` if all of the cell is on its road side, `averted` if all of it
     is behind it, else `edge_on`.
     """
 
@@ -151,7 +151,7 @@ class _RayBlock:
         """How near anything may stand that could end a wall's view within the bin: edge-on segments, silhouettes. (rows,)
 
         Segments between such points only face the cell or only avert themselves; a wall made of those alone crosses the
-        whole family or none of it, so the ray from the centre has seen it.
+        entire family or none of it, so the ray from the centre has seen it.
         """
         nearest = np.full(self.count * BINS, np.inf)
         side = (self.height > self.radius).astype(int) - (self.height < -self.radius)

@@ -7,9 +7,9 @@
 
 Read rules.py, track.py and this file, and you know the game. A tick is `step`: car -> walls -> gates -> reward -> end ->
 observation. One implementation serves one car and four thousand: a single car is N = 1. Everything is double precision, and a
-step depends on the state alone, so `get_state` and `set_state` continue bit for bit.
+step depends on the state alone, so `get_state` and `set_state` continue bit-exact.
 
-How it compares with the recorded game (tests/test_parity.py): rays, speed, yaw rate and steer within 1e-9 over whole episodes;
+How it compares with the recorded game (tests/test_parity.py): rays, speed, yaw rate and steer within 1e-9 over complete episodes;
 counters, flags and penalties exactly; the arc position and progress within ARC_TOLERANCE, because the game itself finds the
 nearest point of the centreline by a search that ends a little beside it.
 """
@@ -52,8 +52,8 @@ class RacerSim:
     FLOATS = (*CAR, "s", "centre_distance", "half_width")
     COUNTERS = ("step_count", "stillness", "lap", "checkpoint", "lap_start", "lap_ticks")
     # lap_start: the tick at which the current lap began on the finish line, -1 on a lap begun elsewhere
-    # lap_ticks: how long the last whole lap took, 0 before there is one
-    # track_mark: a checksum of the car's track, so that a state is not put back on another one
+    # lap_ticks: how long the last complete lap took, 0 before the first one
+    # track_mark: a checksum of the car's track, so that a state is not restored on another one
     STATE = (*FLOATS, *COUNTERS, "wall_contact", "random_state", "track", "track_mark")
 
     def __init__(
@@ -96,7 +96,7 @@ class RacerSim:
     def set_state(self, state: dict[str, np.ndarray]) -> None:
         missing = sorted(set(self.STATE) - set(state))
         if missing:
-            raise ValueError(f"this simulation state lacks {', '.join(missing)}; it was saved by something else")
+            raise ValueError(f"this simulation state has no {', '.join(missing)}; another version saved it")
         for name in self.STATE:
             value, own = np.asarray(state[name]), getattr(self, name)
             if value.shape != own.shape or value.dtype != own.dtype:
@@ -160,7 +160,7 @@ class RacerSim:
         self.place(cars, x, y, heading, speed * ANYWHERE_SPEED)
 
     def place(self, cars, x, y, heading, speed=0.0) -> None:
-        """Put cars somewhere, driving straight ahead: next gate, the first one ahead; first lap, the next whole one."""
+        """Put cars somewhere, driving straight ahead. The next gate is the first one ahead; the first lap starts at the line."""
         track = self.track[cars]
         self.x[cars], self.y[cars], self.heading[cars], self.speed[cars] = x, y, heading, speed
         self.vx[cars], self.vy[cars] = speed * np.cos(heading), speed * np.sin(heading)

@@ -49,7 +49,7 @@ NEVER = 2**62
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> bool:
-    """Write the whole file or nothing: if it fails, the previous file stays. -> whether it worked"""
+    """Write the file completely or not at all: if it fails, the previous one stays. -> whether it was written"""
     temporary, buffer = path.with_name(f"{path.name}.tmp"), io.BytesIO()
     torch.save(to_tensors(checkpoint), buffer)
     try:
@@ -86,7 +86,7 @@ def like(saved, own):
 
 @contextlib.contextmanager
 def must_fit():
-    """Around restoring parts: what does not fit is the user's error, not a traceback."""
+    """Around restoring parts: a part that does not fit becomes a ValueError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from racer.game.bridge import BridgeError
 from racer.game.config import load_config
 from racer.game.rewards import REWARD_TERMS
 from racer.game.rules import DEFAULT_CONFIG, TICKS_PER_SECOND
-from racer.game.tracks import track_name
+from racer.game.tracks import load_track, track_name
 from racer_env import RacerVectorEnv
 
 # == 1  Evaluation =====================================================================================================
@@ -163,11 +164,17 @@ def hand_written_episodes(tracks, config_path=None) -> dict[str, tuple[Episode, 
 
 
 def hand_written_rewards(tracks, config_path=None) -> dict[str, float]:
-    """The reward of the hand-written driver's best setting on each track."""
-    known = HAND_WRITTEN_REWARD if is_default(load_config(config_path)) else {}
-    unknown = [track for track in tracks if track not in known]
-    driven = hand_written_episodes(unknown, config_path) if unknown else {}
-    return {track: known[track] if track in known else score([driven[track][1]]) for track in tracks}
+    """The reward of the hand-written driver's best setting on each track. Driven once per process, if it is not recorded."""
+    config = load_config(config_path)
+    driven = _driven.setdefault((json.dumps(config), *REWARD_TERMS.items()), {})
+    recorded = HAND_WRITTEN_REWARD if is_default(config) else {}
+    unknown = [track for track in tracks if track not in recorded and load_track(track) not in driven]
+    for track, (_, best) in hand_written_episodes(unknown, config_path).items() if unknown else ():
+        driven[load_track(track)] = score([best])
+    return {track: recorded[track] if track in recorded else driven[load_track(track)] for track in tracks}
+
+
+_driven: dict[tuple, dict] = {}  # rewards by config and reward terms, then by track
 
 
 def is_default(config: dict) -> bool:

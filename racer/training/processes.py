@@ -1,7 +1,7 @@
 """One run in several processes, on one machine or several: torchrun starts them, gloo connects them.
 
 Every process drives its share of the cars. Gradients and statistics are averaged over all processes, so that each takes the
-same optimiser steps; process 0 evaluates, logs and writes. With a single process every function here does the obvious thing.
+same optimiser steps; process 0 evaluates, logs and writes. With a single process, every function here just calls or returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from racer.game.bridge import CONNECT_TIMEOUT_S, LONGEST_PAUSE_S, BridgeError
 from racer.training.terminal import print_safely
 
-ANSWER_TIMEOUT_S = 45.0  # a process that has not answered for so long is considered dead
+ANSWER_TIMEOUT_S = 45.0  # a process that has not answered for this long is considered dead
 RANK_SEED_STRIDE = 1_000_003  # between the random seeds of the processes of a run
 
 _store: dist.Store | None = None  # torchrun's key-value store, which survives a restart of the processes
@@ -30,7 +30,7 @@ class ProcessError(RuntimeError):
 
 
 class SharedError(Exception):
-    """An error in one process that every process of the run has been told. `error` is what happened."""
+    """An error in one process that all processes of the run know about. `error` is the original one."""
 
     def __init__(self, error: Exception):
         super().__init__(str(error))
@@ -152,7 +152,7 @@ def average_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_generator(seed: int) -> torch.Generator:
-    """The random numbers of this process."""
+    """A random number generator for this process."""
     return torch.Generator().manual_seed(seed + RANK_SEED_STRIDE * rank())
 
 

@@ -310,7 +310,7 @@ class Run:
             warnings.warn(f"no picture of the best lap ({error!r}); training continues", stacklevel=2)
 
     def log(self) -> None:
-        """Write a row of metrics, and let every process know whether one of them was told to stop."""
+        """Write a row of metrics, and let every process know whether one of them received a signal."""
         faults = self.envs.bridge_faults + (self.eval_envs.bridge_faults if self.eval_envs else 0)
         everyone = all_gather({"metrics": self.metrics, "signal": self._signal, "faults": faults})
         self.stopped = next((process["signal"] for process in everyone if process["signal"]), None)
@@ -333,7 +333,7 @@ class Run:
             self.terminal.show(self.steps, status)
 
     def save(self, name: str = "checkpoint.pt") -> bool:
-        """The whole run as one file. -> whether it was written"""
+        """Save everything as one file. -> whether it was written"""
         with self.clock("checkpoints"):
             parts = {
                 key: part.state_dict() if hasattr(part, "state_dict") else gather_on_rank0(part.get_state())

@@ -157,7 +157,7 @@ class Camera:
 
     def __init__(self, sim: RacerSim, is_twin: bool):
         self.sim, self.is_twin = sim, is_twin
-        # Per car, of this episode and of the last whole one, at the start and after every tick: x, y, heading, speed, and
+        # Per car, of this episode and of the last complete one, at the start and after every tick: x, y, heading, speed, and
         # the car's inputs as it has smoothed them: steer, throttle, brake.
         self.places: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
         self.last_episode: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
