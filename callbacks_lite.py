@@ -26,7 +26,7 @@ from racer.game.rules import REWARD_PARTS, TICKS_PER_SECOND
 from racer.game.tracks import track_name
 
 MANY_TRACKS = 6  # beyond this number of tracks only means are logged, not every track by itself
-MIN_CUT_TICKS = 10  # a shorter episode says nothing about a complete one
+MIN_CUT_TICKS = 10  # a shorter episode is not representative of a complete one
 EPISODE_WINDOW = 100  # rollout/ep_rew_mean and ep_len_mean are means of this many episodes
 
 # == MetricsLogger =====================================================================================================
@@ -223,7 +223,7 @@ class RaceStats(LapTimer):
     def log(self, logger, rollouts: list[dict]) -> None:
         """Record what `take()` returned in every process. What did not happen is not logged: without laps, no lap times.
 
-        Lap times of several tracks are logged for each of them, since their mean says nothing.
+        Lap times of several tracks are logged for each of them, since their mean is meaningless.
         """
         steps, counted, completed = (sum(r[name] for r in rollouts) for name in ("steps", "counted", "completed"))
         laps, episodes = ([x for r in rollouts for x in r[name]] for name in ("laps", "episodes"))

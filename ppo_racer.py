@@ -23,6 +23,7 @@ import dataclasses
 import itertools
 import math
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -33,7 +34,7 @@ from racer.game.config import DEFAULT_CONFIG_PATH
 from racer.game.observations import OBS_SIZE
 from racer.game.rules import ACTION_HIGH, ACTION_LOW
 from racer.training.command_line import (
-    Count, Fraction, NonNegative, Positive, Preset, Settings, Whole, exits_with_code, read_command, run_as_script,
+    Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, exits_with_code, read_command, run_as_script,
 )  # fmt: skip
 from racer.training.drivers import Driver, evaluate_driver, export_driver, load_driver
 from racer.training.fleet import make_envs
@@ -64,14 +65,14 @@ class Args(Settings):
     """train on random-1 to random-N, for a driver that handles tracks it has never seen"""
     config_path: Path = DEFAULT_CONFIG_PATH
     """JSON file with reward weights and episode limits"""
-    start: str = "grid"
+    start: Literal["grid", "anywhere"] = "grid"
     """where episodes start: on the grid, or anywhere on the track, which teaches recovery"""
     bridge_url: tuple[str, ...] = ()
-    """train in the real game behind these URLs; with --resume, no URL continues on the embedded engine"""
+    """train in the real game behind these URLs; with --resume, the flag without a URL continues on the embedded engine"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
     off_road_penalty_scale: NonNegative = 1.0
-    """multiply the config's offTrackPenalty by this during training; more than 1 makes careful drivers"""
+    """multiply the config's offTrackPenalty by this during training; values above 1 make drivers more cautious"""
     stuck_ticks: Whole = 0
     """truncate an episode after this many ticks without progress; 0: never"""
     num_envs: Count = 512
@@ -88,7 +89,7 @@ class Args(Settings):
     """weight of the entropy bonus; these tracks do not need one"""
     init_std: Positive = 0.5
     """initial standard deviation of the actions, which is then learned"""
-    init_throttle: float = 1.0
+    init_throttle: Fraction = 1.0
     """initial mean of the throttle, with the brake off; driving from the start speeds up early learning"""
     hide_arc: bool = False
     """hide the arc position from the networks, so that they cannot memorise a track"""
@@ -108,14 +109,14 @@ class Args(Settings):
     """epochs over each rollout"""
     max_grad_norm: Positive = 0.5
     """maximum norm of the gradient, for clipping"""
-    target_kl: float | None = None
+    target_kl: Annotated[float | None, Range(0, exclusive=True)] = None
     """end an update early when the approximate KL divergence exceeds this"""
 
     # -- logging and checkpoints
     run_dir: Path = Path("runs")
     """parent folder of run folders"""
     run_name: str = ""
-    """name of the run folder (default: algorithm, track, seed and time)"""
+    """name of the run folder; if empty: algorithm, track, seed and time"""
     eval_every: Count = 500_000
     """steps between evaluations: a deterministic episode per track from the grid"""
     checkpoint_every: Count = 400_000
@@ -136,13 +137,13 @@ class Args(Settings):
         return self.num_envs * self.rollout_steps
 
 
-PRESETS = (  # other defaults, brought by these flags; a later preset wins
+PRESETS = (  # defaults that these flags change; later presets take precedence
     Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {"start": "anywhere", "hidden": 96}),
     Preset("--random-tracks", lambda given: given.random_tracks, {  # no track is memorised
         "total_timesteps": 8_000_000, "start": "anywhere", "off_road_penalty_scale": 3.0, "hidden": 128, "hide_arc": True,
         "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
     }),
-    Preset("--start-from", lambda given: given.start_from, {  # a short run, which has to see all of its track
+    Preset("--start-from", lambda given: given.start_from, {  # short fine-tuning; starting anywhere covers the track
         "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "minibatch_size": 512, "learning_rate": 1e-3,
         "eval_every": 100_000, "checkpoint_every": 100_000,
     }),
@@ -252,7 +253,7 @@ def rollout(agent: Agent, envs: RacerVectorEnv, storage: Storage, stats: RaceSta
         stats.step(infos)
         storage.obs[t + 1] = torch.from_numpy(obs)
         storage.rewards[t], storage.terminated[t], storage.truncated[t] = rewards, terminated, truncated
-        if "final_obs" in infos:  # obs is the first of the next episode; this one ended elsewhere
+        if "final_obs" in infos:  # obs already belongs to the next episode
             cars = np.flatnonzero(infos["_final_obs"])
             storage.final_obs[t, cars] = torch.from_numpy(np.stack(infos["final_obs"][cars]))
 
@@ -261,7 +262,7 @@ def compute_gae(rewards, values, next_values, terminated, truncated, gamma: floa
     """Generalised advantage estimation. All arrays (T, N) -> advantages, returns (T, N)
 
     A terminated episode has no future, so nothing is expected after it. A truncated one would have continued: the critic's
-    value of its last observation stands for the rest. Both reset the sum, because the next tick belongs to another episode.
+    value of its last observation is used for the rest. Both reset the sum, because the next tick belongs to another episode.
     """
     td_errors = rewards + gamma * next_values * ~terminated - values
     decay = gamma * gae_lambda * ~(terminated | truncated)
@@ -357,7 +358,7 @@ def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, ge
     with torch.no_grad():
         log_std = agent.policy(mb["normalized_obs"])[1]
         entropy_loss = -gaussian_entropy(log_std).item()
-    return {  # add yours here: the mean over the processes is logged, and a value that is not finite ends the run
+    return {  # add metrics here: their mean over the processes is logged; NaN or infinity stops the run
         "train/loss": policy_loss + ent_coef * entropy_loss + value_loss,
         "train/policy_gradient_loss": policy_loss,
         "train/value_loss": value_loss,

@@ -229,9 +229,10 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     observation that came from the game: a fault during a step moves no car, and the reward of this step is 0. `bridge_faults`
     counts the faults. infos["episode"]["cut"] marks episodes that `stagger` or a fault ended early.
 
-    Wrappers: of gymnasium.wrappers.vector, those that transform observations, actions or rewards one by one work. Those that
-    keep statistics of their own do not support same-step autoreset in all versions of Gymnasium, and RecordEpisodeStatistics is
-    not needed. `gym.make_vec(..., vectorization_mode="sync")` makes N separate environments, which take every wrapper.
+    Wrappers: of gymnasium.wrappers.vector, those of actions and rewards work. Those of observations do not support same-step
+    autoreset; `gym.make_vec(..., vectorization_mode="sync")` makes N separate environments, which take every wrapper.
+    RecordEpisodeStatistics raises, because infos already hold "episode"; NormalizeReward counts first steps wrongly before
+    Gymnasium's fix of August 2026.
     """
 
     metadata = {**RacerEnv.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}

@@ -24,7 +24,7 @@ import dataclasses
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -66,14 +66,14 @@ class Args(Settings):
     """train on random-1 to random-N, for a driver that handles tracks it has never seen"""
     config_path: Path = DEFAULT_CONFIG_PATH
     """JSON file with reward weights and episode limits"""
-    start: str = "grid"
+    start: Literal["grid", "anywhere"] = "grid"
     """where episodes start: on the grid, or anywhere on the track, which teaches recovery"""
     bridge_url: tuple[str, ...] = ()
-    """train in the real game behind these URLs; with --resume, no URL continues on the embedded engine"""
+    """train in the real game behind these URLs; with --resume, the flag without a URL continues on the embedded engine"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
     off_road_penalty_scale: NonNegative = 1.0
-    """multiply the config's offTrackPenalty by this during training; more than 1 makes careful drivers"""
+    """multiply the config's offTrackPenalty by this during training; values above 1 make drivers more cautious"""
     stuck_ticks: Whole = 0
     """truncate an episode after this many ticks without progress; 0: never"""
     num_envs: Count = 64
@@ -87,7 +87,7 @@ class Args(Settings):
     n_step: Count = 5
     """actions whose rewards are measured before the critics' own estimate takes over"""
     tau: Fraction = 0.01
-    """share by which the targets follow the critics at every update: small is stable, large is fast"""
+    """Polyak coefficient of the target networks per critic update: small is stable, large is fast"""
     init_alpha: Positive = 0.01
     """initial entropy coefficient (alpha)"""
     autotune: bool = True
@@ -98,7 +98,7 @@ class Args(Settings):
     """correlation of an action's noise with that of the last action; more explores for longer"""
     init_std: Positive = 0.5
     """initial standard deviation of the actions before squashing, which is then learned for every state"""
-    init_throttle: float = 1.0
+    init_throttle: Fraction = 1.0
     """initial mean of the throttle, with the brake off; driving from the start speeds up early learning"""
     hide_arc: bool = False
     """hide the arc position from the networks, so that they cannot memorise a track"""
@@ -127,13 +127,13 @@ class Args(Settings):
     run_dir: Path = Path("runs")
     """parent folder of run folders"""
     run_name: str = ""
-    """name of the run folder (default: algorithm, track, seed and time)"""
+    """name of the run folder; if empty: algorithm, track, seed and time"""
     eval_every: Count = 100_000
     """steps between evaluations: a deterministic episode per track from the grid"""
     checkpoint_every: Count = 100_000
     """steps between checkpoints; also saved at the end, on Ctrl+C and if the bridge fails"""
     log_every: Count = 20_000
-    """steps between rows of metrics; stopping, saving and evaluating wait for the next row"""
+    """steps between rows of metrics; also the granularity of evaluations, checkpoints and stopping"""
     save_buffer: bool = True
     """save the replay buffer in checkpoints; a run resumed without it has to fill a new one first"""
     tensorboard: bool = True
@@ -156,7 +156,7 @@ class Args(Settings):
         return max(1, round(every / self.steps_per_action))
 
 
-PRESETS = (  # other defaults, brought by these flags; a later preset wins
+PRESETS = (  # defaults that these flags change; later presets take precedence
     Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {"start": "anywhere", "hidden": 96}),
     Preset("--random-tracks", lambda given: given.random_tracks, {  # no track is memorised
         "start": "anywhere", "off_road_penalty_scale": 3.0, "hidden": 96, "hide_arc": True, "eval_every": 500_000,
@@ -171,7 +171,7 @@ PRESETS = (  # other defaults, brought by these flags; a later preset wins
     }),
 )  # fmt: skip
 LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
-MOST_THROTTLE = 0.99  # where --init-throttle ends, of [-1, 1]: at 1 the mean before squashing would be infinite
+MOST_THROTTLE = 0.99  # --init-throttle is clamped to this in [-1, 1]: atanh(1) is infinite
 
 # == Agent =============================================================================================================
 
@@ -367,7 +367,7 @@ def critic_loss(values, targets):
 
 
 def actor_loss(values, logprobs, alpha):
-    """The lower critic's value, and entropy at the price alpha."""
+    """The lower critic's value, plus the entropy weighted by alpha."""
     return (alpha * logprobs - values.amin(0)).mean()
 
 

@@ -27,13 +27,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from bench_racer import trained  # noqa: E402
 from callbacks_lite import read_csv  # noqa: E402
-from racer.training.evaluation import (  # noqa: E402
-    BEST_REWARD,
-    evaluate,
-    fastest_lap,
-    hand_written_episodes,
-    score,
-)  # fmt: skip
+from racer.training.evaluation import BEST_REWARD, best_hand_written, evaluate, fastest_lap, full_throttle, score  # noqa: E402
 from racer.view.pictures import draw_lap  # noqa: E402
 from racer_env import RacerVectorEnv  # noqa: E402
 
@@ -71,7 +65,10 @@ def learning_curves(size=(900, 420), left=70, bottom=50, most=2_000_000, low=6.0
         pen.text((left - 8, place(0, reward)[1]), f"{reward:.1f}", anchor="rm", **letters(15))
     for steps in range(0, most + 1, 500_000):
         pen.text((place(steps, low)[0], height - bottom + 8), f"{steps / 1e6:g}M", anchor="ma", **letters(15))
-    one, best = (score([episode]) for episode in hand_written_episodes(["track-01"])["track-01"])
+    one, best = (
+        score(evaluate(full_throttle, RacerVectorEnv(1), ["track-01"])),
+        best_hand_written(["track-01"])["track-01"][0],
+    )
     known = BEST_REWARD["track-01"]
     for name, reward in (("hand-written", one), ("hand-written, best of 28 settings", best), ("best known", known)):
         pen.line((*place(0, reward), *place(most, reward)), fill=INK, width=2)

@@ -259,6 +259,12 @@ def test_the_game_and_the_embedded_engine_are_compared_into_a_wall(good_bridge, 
     assert difference_from_engine("track-77", None, good_bridge.url) == "track-77 is not known here"
 
 
+def test_a_large_reward_weight_hides_no_other_engine(bridge, tmp_path):
+    config = short_episodes(tmp_path, 3000, progress=20_000.0)
+    assert difference_from_engine("track-01", config, bridge().url) is None
+    assert difference_from_engine("track-01", config, bridge("--engine-force", "56000").url)
+
+
 @pytest.mark.parametrize(("name", "place", "value"), [("reward", 1, 5.0), ("terminated", 2, True), ("lap", -1, 7)])
 def test_rewards_ends_and_infos_are_compared_too(good_bridge, monkeypatch, name, place, value):
     real = RacerEnv.step

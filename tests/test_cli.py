@@ -99,6 +99,7 @@ def test_some_flags_choose_the_defaults_of_others(name):
         (("--start-from", "a", "--resume", "b"), "--start-from and --resume are mutually exclusive"),
         (("--export", "a"), "--export needs --checkpoint as well"),
         (("--checkpoint", "a"), "--checkpoint needs --export as well"),
+        (("--slow-game", "--resume", "a"), "--slow-game .* --resume"),
         (("--json", "a"), "--json needs --evaluate as well"),
         (("--random-tracks", "2", "--track-id", "track-01"), "--random-tracks and --track-id are mutually exclusive"),
         (("--bridge-url",), "--bridge-url has no URL; give one like ws://localhost:9876"),

@@ -174,6 +174,11 @@ def test_a_reward_term_counts_in_the_game_as_on_the_engine(good_bridge, monkeypa
             env.close()
     np.testing.assert_allclose(rewards, rewards[0], atol=1e-6)
     assert rewards[0] < -0.9
+    monkeypatch.setitem(REWARD_TERMS, "lap", lambda *_: 0)
+    with pytest.raises(ValueError, match="'lap'"):
+        env = RacerEnv()
+        env.reset()
+        env.step([0.0, 1.0, 0.0])
 
 
 @one_in_short

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from conftest import drive, short_episodes
@@ -14,13 +16,13 @@ from racer.game.tracks import load_track
 from racer.training.evaluation import (
     HAND_WRITTEN_REWARD,
     Episode,
+    best_hand_written,
     describe,
     describe_all,
     eval_metrics,
     evaluate,
     fastest_lap,
     full_throttle,
-    hand_written_episodes,
     hand_written_rewards,
     score,
     summarize,
@@ -270,7 +272,10 @@ def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
 
 
 def test_the_recorded_rewards_of_the_hand_written_driver_are_those_of_its_best_setting():
-    driven = hand_written_episodes(tuple(HAND_WRITTEN_REWARD))
-    for track, (default, best) in driven.items():
-        assert score([best]) == pytest.approx(HAND_WRITTEN_REWARD[track], abs=5e-5) and score([default]) < score([best])
-        assert len(best.rewards) == 3000 and not best.extrapolated
+    for track, (reward, gain, offset) in best_hand_written(tuple(HAND_WRITTEN_REWARD)).items():
+        assert reward == pytest.approx(HAND_WRITTEN_REWARD[track], abs=5e-5)
+        rewards = []
+        for setting in ((gain, offset), (1.0, 0.0)):
+            drive_so = functools.partial(full_throttle, gain=setting[0], offset=setting[1])
+            rewards.append(score(evaluate(drive_so, RacerVectorEnv(1, track), [track])))
+        assert rewards[0] == pytest.approx(reward) and rewards[1] < reward

@@ -37,10 +37,11 @@ from conftest import (
 
 from callbacks_lite import read_csv
 from racer.game.bridge import BridgeError
+from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import TRACKS
 from racer.training import checkpoints
 from racer.training import run as run_module
-from racer.training.evaluation import evaluate
+from racer.training.evaluation import evaluate, hand_written_rewards
 from racer.training.run import Run
 from racer.training.terminal import ProgressLine
 from racer_env import RacerVectorEnv
@@ -144,15 +145,18 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_run_never_stopped(
 @mostly_shared
 def test_resuming_an_older_file_keeps_what_came_after_it(lab, tmp_path, monkeypatch):
     """best.pt of step 4,096 in a run of 8,192 steps: the later checkpoint and its rows are not lost."""
-    scores = iter([1.0, 0.0, 0.0, 0.0])
+    scores = iter([1.0, *[0.0] * 9])
     monkeypatch.setattr(run_module, "score", lambda episodes: next(scores))
     lab.train(tmp_path)
     run, later = tmp_path / "run", (tmp_path / "run" / "checkpoint.pt").read_bytes()
     assert steps_of(lab.name, run / "best.pt") == 4096
     assert lab.resume(run / "best.pt", total_timesteps=10_240)["steps"] == 10_240
-    assert (run / "checkpoint-8192.pt").read_bytes() == later
+    assert (run / "checkpoint-8192.pt").read_bytes() == later and (run / "best-8192.pt").exists()
     rows = [[int(row["step"]) for row in read_csv(run / f"{name}.csv")] for name in ("metrics", "metrics-8192")]
     assert rows == [list(range(512, 10_241, 512)), list(range(512, 8_193, 512))]
+    (run / "checkpoint.pt").write_text("damaged")
+    lab.resume(run / "best-8192.pt", total_timesteps=4608)
+    assert (run / "checkpoint-unreadable.pt").read_text() == "damaged"
 
 
 def test_resume_refuses_to_change_what_cannot_change(lab, straight):
@@ -638,3 +642,30 @@ def test_runs_of_the_format_before_resume_and_evaluate(lab, tmp_path):
     assert lab.resume(tmp_path / "run", total_timesteps=1280, run_dir=tmp_path)["steps"] == 1280
     tracks = ["random-1", "random-2"] if lab.name == "ppo" else ["track-01"]
     assert [result["track"] for result in lab.evaluate(tmp_path / "run")] == tracks
+
+
+@mostly_shared
+def test_a_run_with_reward_terms_is_not_resumed_without_them(lab, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(REWARD_TERMS, "own", lambda observations, actions, info: 0.1 * observations[:, 9])
+        lab.train(tmp_path, total_timesteps=512)
+    with pytest.raises(ValueError, match="'own'"):
+        lab.resume(tmp_path / "run", total_timesteps=1024)
+
+
+@mostly_shared
+def test_every_run_is_compared_with_the_best_hand_written_setting(lab, tmp_path):
+    """In its metrics, its summary and in --evaluate --json, also on one track and with rewards of one's own."""
+    reward = hand_written_rewards(["track-01"], lab.usual["config_path"])["track-01"]
+    lab.train(tmp_path, total_timesteps=512)
+    (result,) = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
+    expected = pytest.approx(100 * result["mean_reward"] / reward)
+    assert result["percent_of_hand_written"] == expected
+    rows = read_csv(tmp_path / "run" / "metrics.csv")
+    assert (
+        float(rows[-1]["eval/percent_of_hand_written"])
+        == float(rows[-1]["eval/track-01/percent_of_hand_written"])
+        == expected
+    )
+    lab.evaluate(tmp_path / "run", json=tmp_path / "out.json")
+    assert json.loads((tmp_path / "out.json").read_text())[0]["percent_of_hand_written"] == expected

@@ -152,7 +152,7 @@ rewards = np.random.default_rng(0).normal(size=(5, 12))[:, rank * (12 // size):]
 scaler.update(rewards, np.zeros(rewards.shape, bool), c.all_gather)
 result = {'gradient': agent.critic[0].weight.grad.flatten().tolist(), 'moments': scaler.moments}
 open(sys.argv[sys.argv.index('--run-name') + 1] + str(rank), 'w').write(json.dumps(result))
-c.exit_process(0, all_know=True)
+c.exit_process(0, wait_for_others=True)
 """
 
 
@@ -225,9 +225,7 @@ def test_a_run_resumes_with_another_number_of_processes(launch, tmp_path, name="
     assert result["finished"] and result["steps"] == 5120
     after = load(name, tmp_path / "a")["parts"]
     assert len(before["envs"]) == 2 and len(after["envs"]) == 1
-    assert after["scaler"][0]["moments"][2] > before["scaler"][0]["moments"][2] > 1000, (
-        "the scale of rewards continues"
-    )
+    assert after["scaler"][0]["moments"][2] > before["scaler"][0]["moments"][2] > 1000, "the scale of rewards continues"
     out = finish(launch(name, "--resume", tmp_path / "a", "--total-timesteps", "6144", processes=4))
     assert "resuming with 4 instead of 1 processes" in out
     process = launch(name, "--resume", tmp_path / "a", "--total-timesteps", "7168", processes=3)
@@ -374,4 +372,4 @@ def test_the_others_wait_for_a_process_that_waits_for_its_bridge(launch, bridge,
     assert (
         "(attempt 3 of 3)" in out and "exitcode  : 3" in out and "Resume from the last checkpoint with: torchrun" in out
     ), out
-    assert "another one of this run has died" not in out
+    assert "another process of this run has died" not in out

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from slow_engine import SlowTrack, between_the_walls
 
+from ppo_racer import Args
 from racer.game.sim import RacerSim
 from racer.game.track import Track
 from racer.game.tracks import RANDOM_HALF_WIDTH, TRACKS, load_track
@@ -210,7 +211,7 @@ def test_an_unreadable_track_file_says_why(tmp_path):
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "must be an object"),
-        ('{"name": 3, "control_points": []}', "name must be a text"),
+        ('{"name": 3, "control_points": []}', "name is 3"),
     ):
         path = tmp_path / "file.json"
         path.write_text(text)
@@ -223,3 +224,13 @@ def test_walls_that_cross_are_refused_with_the_place():
                (220, 150, 20), (260, 230, 22), (100, 300, 24), (-120, 220, 24), (-140, 60, 22)]  # fmt: skip
     with pytest.raises(ValueError, match=r"'mine': the walls cross near control point 3 \(220, 80, 18\)"):
         Track("mine", hairpin)
+
+
+def test_a_track_file_s_name_is_fit_for_files_and_tags(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"name": "my/track", "control_points": OVAL}))
+    with pytest.raises(ValueError, match="my/track"):
+        load_track(str(path))
+    path.write_text(json.dumps({"name": "track-01", "control_points": OVAL}))
+    with pytest.raises(ValueError, match="different names"):
+        Args(track_id=("track-01", str(path)))

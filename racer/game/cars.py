@@ -61,7 +61,7 @@ def as_names(value, argument: str, hint: str) -> list[str]:
     """One name or a list of names -> a list of names."""
     names = [value] if isinstance(value, (str, Path)) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, (str, Path)) for name in names):
-        raise ValueError(f"{argument} is {excerpt(value)}; it must be a text, or a list of at least one. {hint}")
+        raise ValueError(f"{argument} is {excerpt(value)}; it must be a string, or a list of at least one. {hint}")
     return [str(name) for name in names]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from racer.game.rules import ACTION_HIGH, ACTION_LOW
+from racer.game.rules import ACTION_HIGH, ACTION_LOW, STEP_INFO
 
 REWARD_TERMS: dict[str, Callable[[np.ndarray, np.ndarray, dict], np.ndarray]] = {}
 
@@ -26,6 +26,8 @@ REWARD_TERMS: dict[str, Callable[[np.ndarray, np.ndarray, dict], np.ndarray]] = 
 def add_reward_terms(observations, actions, rewards, info: dict) -> np.ndarray:
     """The game's rewards (N,) plus all REWARD_TERMS, whose values are put into `info`."""
     if REWARD_TERMS:
+        if taken := sorted(set(REWARD_TERMS) & set(STEP_INFO)):
+            raise ValueError(f"REWARD_TERMS has {taken[0]!r}, which info already holds; choose another name")
         actions = np.clip(actions, ACTION_LOW, ACTION_HIGH)
         terms = {name: term(observations, actions, info) for name, term in REWARD_TERMS.items()}
         for name, values in terms.items():

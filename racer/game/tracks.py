@@ -57,12 +57,15 @@ def load_track(track_id: str) -> Track:
     if not isinstance(data, dict) or "control_points" not in data:
         raise ValueError(f"track file {path} must be an object {form}")
     name = data.get("name", path.stem)
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"track file {path}: name must be a text, got {name!r}")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w][\w .-]*", name):  # files and tags are named after it
+        raise ValueError(
+            f"track file {path}: name is {name!r}; it must be a string of letters, digits, spaces and . _ -"
+        )
     points = check_control_points(name, data["control_points"])
     return _cached_track(name, tuple(map(tuple, points.tolist())))
 
 
+@functools.cache
 def track_name(track_id: str) -> str:
     """What texts, tags and files call a track: the name in its JSON file, or the id itself."""
     return load_track(track_id).name if track_id.lower().endswith(".json") else track_id

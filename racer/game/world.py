@@ -272,10 +272,6 @@ class World:
         return nearest
 
 
-RAY_BLOCK = 1024  # cars
-RAY_COS, RAY_SIN = np.cos(RAY_ANGLES)[:, None], np.sin(RAY_ANGLES)[:, None]  # (R, 1)
-
-
 def _offsets(sizes) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.intp)
 

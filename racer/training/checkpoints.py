@@ -15,7 +15,7 @@ A part is any object with one of these pairs of methods:
                                    entry per process, and restored if there are as many processes as before
 and, optionally,
     merge_states(states)           continue from the states of any number of processes
-    on_reset(infos)                all cars begin new episodes that no step of theirs has ended
+    on_reset(infos)                all cars were reset outside of a step, for example on resume
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import itertools
 import json
 import os
 import platform
@@ -78,7 +79,7 @@ def to_tensors(value):
 
 
 def like(saved, own):
-    """A part's saved state, with arrays where its own state of now has arrays."""
+    """A part's saved state: tensors back to NumPy arrays where the part uses arrays."""
     if not isinstance(own, dict):  # the state of a torch.Generator is a tensor
         return saved
     return {key: item.numpy() if isinstance(own.get(key), np.ndarray) else item for key, item in saved.items()}
@@ -136,7 +137,8 @@ def upgrade(checkpoint: dict) -> None:
     args.pop("slow_game", None)
     if args.get("random_tracks"):
         del args["track_id"]
-    config["weights"]["offTrackPenalty"] = round(config["weights"]["offTrackPenalty"] / scale, 12)
+    if scale:
+        config["weights"]["offTrackPenalty"] = round(config["weights"]["offTrackPenalty"] / scale, 12)
     for envs in checkpoint["parts"]["envs"]:
         if envs:
             limits = envs.pop("limits")
@@ -154,13 +156,18 @@ def plain_settings(args) -> dict:
     settings = {}
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
-        if isinstance(value, Path):
-            value = str(value.resolve()) if value != field.default else None
-        if isinstance(value, tuple):
-            value = [str(Path(v).resolve()) if str(v).lower().endswith(".json") else v for v in value]
-        if value is not None:
-            settings[field.name] = value
+        if (value is None and field.default is None) or (isinstance(value, Path) and value == field.default):
+            continue
+        if isinstance(value, (tuple, list)):
+            value = [plain(item) for item in value]
+        settings[field.name] = plain(value)
     return settings
+
+
+def plain(value):
+    """A path, or the name of a track file, as its full path; other values as they are."""
+    is_file = isinstance(value, Path) or (isinstance(value, str) and value.lower().endswith(".json"))
+    return str(Path(value).resolve()) if is_file else value
 
 
 def saved_args(Args, settings: dict):
@@ -174,9 +181,9 @@ def saved_args(Args, settings: dict):
 def of_kind(value, kind):
     """A plain value as a field of this type: `Path`, `tuple[...]`, or either of them or None."""
     kinds = (kind, *typing.get_args(kind))
-    if Path in kinds and isinstance(value, str):
-        return Path(value)
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(of_kind(item, kind) for item in value)
+    return Path(value) if Path in kinds and isinstance(value, str) else value
 
 
 def network_settings(Agent) -> list[str]:
@@ -211,20 +218,30 @@ def make_run_folder(algorithm: str, args) -> Path:
 
 
 def resumed_folder(path: Path, steps: int) -> tuple[Path, str]:
-    """The run folder to continue in, and a note. Resuming an older file than checkpoint.pt keeps what came after it."""
+    """The run folder to continue in, and a note. Resuming an older file than checkpoint.pt keeps copies of what came after it."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "args.json").exists():
         raise ValueError(f"{folder} is not a run folder (it has no args.json); put the checkpoint into one")
     newest = folder / "checkpoint.pt"
     if not newest.exists() or find_checkpoint(path).resolve() == newest.resolve():
         return folder, ""
-    later = load_checkpoint(newest, None)["run"]["steps"]
-    if later <= steps:
+    try:
+        later = load_checkpoint(newest, None)["run"]["steps"]
+    except ValueError:
+        later = "unreadable"
+    if later != "unreadable" and later <= steps:
         return folder, ""
-    for file in ("checkpoint.pt", "metrics.csv"):
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copy(folder / file, folder / f"-{later}.".join(file.split(".")))
-    return folder, f"; the later state is kept in checkpoint-{later}.pt and metrics-{later}.csv"
+    suffixes = (f"-{later}-{n}" if n > 1 else f"-{later}" for n in itertools.count(1))
+    suffix = next(s for s in suffixes if not (folder / f"checkpoint{s}.pt").exists())
+    try:
+        for file in ("metrics.csv", "best.pt", "checkpoint.pt"):
+            if (folder / file).exists():
+                shutil.copy(folder / file, folder / f"{suffix}.".join(file.split(".")))
+    except OSError as error:
+        raise ValueError(
+            f"cannot keep copies of the later files in {folder} ({error.strerror}); free disk space"
+        ) from error
+    return folder, f"; later files are kept as *{suffix}.*"
 
 
 def provenance() -> dict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import math
 import signal
 import sys
 import typing
@@ -19,6 +20,8 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from racer.game.bridge import BridgeError
+from racer.game.rules import STARTS
+from racer.game.tracks import track_name
 from racer.training.checkpoints import load_checkpoint, network_settings, saved_args
 from racer.training.processes import (
     ProcessError, SharedError, broadcast_from_rank0, exit_process, init_processes, rank, remembered,
@@ -30,7 +33,12 @@ EXIT_CODES = {  # by what ended the command
     BridgeError: EXIT_BRIDGE, ProcessError: EXIT_PROCESS, FloatingPointError: EXIT_ERROR, ValueError: EXIT_USAGE,
     OSError: EXIT_USAGE, KeyboardInterrupt: EXIT_INTERRUPTED,
 }  # fmt: skip
-KNOWN_TO_ALL = (0, EXIT_BRIDGE, EXIT_INTERRUPTED, EXIT_TERMINATED)  # ends that every process of a run takes part in
+COLLECTIVE_EXIT_CODES = (
+    0,
+    EXIT_BRIDGE,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+)  # ends that every process of a run takes part in
 
 # == Types of settings =================================================================================================
 
@@ -40,20 +48,20 @@ class Range(NamedTuple):
 
     low: float
     high: float = float("inf")
-    without_low: bool = False
+    exclusive: bool = False  # of low
 
     def __contains__(self, value) -> bool:
-        return self.low <= value <= self.high and not (self.without_low and value == self.low)
+        return math.isfinite(value) and self.low <= value <= self.high and not (self.exclusive and value == self.low)
 
     def __str__(self) -> str:
-        low = f"more than {self.low:g}" if self.without_low else f"{self.low:g} or more"
+        low = f"more than {self.low:g}" if self.exclusive else f"{self.low:g} or more"
         return low if self.high == float("inf") else f"from {self.low:g} to {self.high:g}"
 
 
 def _count(words: list[str]) -> int:
     value = float(words[0].replace("_", ""))
     if not 1 <= value < 2**53 or value != int(value):
-        raise ValueError(f"{words[0]} is not a whole number, 1 or more, like 2000000, 2_000_000 or 2e6")
+        raise ValueError(f"{words[0]} is not an integer, 1 or more, like 2000000, 2_000_000 or 2e6")
     return int(value)
 
 
@@ -66,7 +74,7 @@ Count = Annotated[  # a number of steps, cars or the like
 ]
 Whole = Annotated[int, Range(0)]
 Fraction = Annotated[float, Range(0, 1)]
-Positive = Annotated[float, Range(0, without_low=True)]
+Positive = Annotated[float, Range(0, exclusive=True)]
 NonNegative = Annotated[float, Range(0)]
 
 
@@ -76,12 +84,21 @@ class Settings:
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
             for allowed in typing.get_args(kind)[1:]:
-                if isinstance(allowed, Range) and getattr(self, name) not in allowed:
+                if (
+                    isinstance(allowed, Range)
+                    and getattr(self, name) is not None
+                    and getattr(self, name) not in allowed
+                ):
                     raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be {allowed}")
+        for name in ("track_id", "bridge_url"):
+            if isinstance(getattr(self, name), str):
+                setattr(self, name, (getattr(self, name),))
+        if self.start not in STARTS:
+            raise ValueError(f"--start is {self.start!r}; it must be {' or '.join(STARTS)}")
         if self.random_tracks and tuple(self.track_id) != type(self).track_id:
             raise ValueError("--random-tracks and --track-id are mutually exclusive")
-        if not self.tracks or len(set(self.tracks)) < len(self.tracks):
-            raise ValueError(f"--track-id is {' '.join(self.tracks)}; name one track, or several different ones")
+        if not self.tracks or len({track_name(track) for track in self.tracks}) < len(self.tracks):
+            raise ValueError(f"--track-id is {' '.join(self.tracks)}; give one track, or several with different names")
 
     @property
     def tracks(self) -> tuple[str, ...]:
@@ -131,6 +148,8 @@ def peek_args(argv: list[str]) -> argparse.Namespace:
     tasks = [f"--{n.replace('_', '-')}" for n in ("start_from", "resume", "evaluate", "export") if getattr(given, n)]
     if len(tasks) > 1:
         raise ValueError(f"{' and '.join(tasks)} are mutually exclusive")
+    if given.slow_game and (given.resume or given.evaluate or given.export):
+        raise ValueError(f"--slow-game brings defaults for a new run; leave it out with {tasks[0]}")
     for flag, other in (("export", "checkpoint"), ("checkpoint", "export"), ("json", "evaluate")):
         if getattr(given, flag) and not getattr(given, other):
             raise ValueError(f"--{flag} needs --{other} as well")
@@ -157,7 +176,7 @@ def read_command(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: 
         changes = {} if given.resume else {"start": "grid", "bridge_url": (), "start_from": None, "resume": None}
         if not given.resume and given.track_id:
             changes["random_tracks"] = 0
-        if given.random_tracks:
+        if given.random_tracks and not given.resume:
             changes["track_id"] = Args.track_id
     else:
         defaults, changes = Args(), {}
@@ -217,4 +236,4 @@ def exit_code(result) -> int:
 def run_as_script(main: Callable[[], int]) -> None:
     """Call `main` and end the process."""
     code = main()
-    exit_process(code, all_know=code in KNOWN_TO_ALL)
+    exit_process(code, wait_for_others=code in COLLECTIVE_EXIT_CODES)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from racer.game.bridge import BridgeError
 from racer.game.config import load_config
 from racer.game.rewards import REWARD_TERMS
 from racer.game.rules import DEFAULT_CONFIG, TICKS_PER_SECOND
-from racer.game.tracks import load_track, track_name
+from racer.game.tracks import track_name
 from racer_env import RacerVectorEnv
 
 # == 1  Evaluation =====================================================================================================
@@ -61,7 +60,7 @@ class Episode:
 
     @property
     def repeats(self) -> bool:
-        """Whether the last two laps are the same. Where within a tick a car crosses the line adds a tick or two."""
+        """Whether the last two laps are the same. Lap times vary by a tick, since the line is crossed between ticks."""
         if len(self.laps) < 3:  # the first one is not flying
             return False
         a, b = self.laps[-2:]
@@ -82,8 +81,8 @@ def evaluate(
 ) -> list[Episode]:
     """One episode of every car. drive: observations (N, 14) -> actions (N, 3)
 
-    Unless `complete`, a car that drives the same flying lap twice is not driven any farther: track and driver are
-    deterministic, so the rest of its episode is extrapolated, which is right to a tick per lap.
+    Unless `complete`, the episode of a car that drives the same flying lap twice stops early: track and driver are
+    deterministic, so the rest of it is extrapolated, which is right to a tick per lap.
     If the bridge fails and comes back, the evaluation restarts, at most `envs.retries` times.
     """
     obs, infos = envs.reset(seed=seed)
@@ -126,9 +125,9 @@ def fastest_lap(episode: Episode) -> dict | None:
     return {"track_id": episode.track, "trajectory": episode.trajectory[lap.end - lap.ticks : lap.end + 1]}
 
 
-# == 2  Yardsticks =====================================================================================================
+# == 2  Reference results ================================================================================================
 
-# The best flying laps known, in ticks: clean ones, which never leave the road, and laps at any price. Found by long training
+# The best flying laps known, in ticks: clean ones, which never leave the road, and laps that may leave it. Found by long training
 # and direct search; the actions that drive them are in tests/golden/best-laps.
 BEST_LAP_TICKS = {
     "clean": {"track-01": 385, "track-02": 946, "track-03": 1012},
@@ -149,32 +148,26 @@ def full_throttle(observations: np.ndarray, gain=1.0, offset=0.0) -> np.ndarray:
     return np.stack([steer, np.ones(len(steer)), np.zeros(len(steer))], axis=1)
 
 
-def hand_written_episodes(tracks, config_path=None) -> dict[str, tuple[Episode, Episode]]:
-    """What the hand-written driver does on each track, from the grid: with its default setting, and with its best one."""
-    gain, offset = (values.ravel() for values in np.meshgrid(GAINS, OFFSETS))
-    drive = lambda obs: full_throttle(obs, np.repeat(gain, len(tracks)), np.repeat(offset, len(tracks)))  # noqa: E731
-    with contextlib.closing(RacerVectorEnv(len(gain) * len(tracks), list(tracks), config_path)) as envs:
-        episodes = evaluate(drive, envs, tracks)
-    default = next(i for i in range(len(gain)) if (gain[i], offset[i]) == (1.0, 0.0))
-    found = {}
-    for i, track in enumerate(tracks):
-        own = episodes[i :: len(tracks)]
-        found[track] = own[default], max(own, key=lambda episode: score([episode]))
-    return found
+def best_hand_written(tracks, config_path=None) -> dict[str, tuple[float, float, float]]:
+    """Drive all settings on every track from the grid. -> reward, gain and offset of the best one, by track"""
+    gain, offset = (np.repeat(values.ravel(), len(tracks)) for values in np.meshgrid(GAINS, OFFSETS))
+    with contextlib.closing(RacerVectorEnv(len(gain), list(tracks), config_path)) as envs:
+        obs, _ = envs.reset()
+        total, running = np.zeros(len(gain)), np.ones(len(gain), bool)
+        while running.any():
+            obs, rewards, terminated, truncated, _ = envs.step(full_throttle(obs, gain, offset))
+            total += running * rewards
+            running &= ~(terminated | truncated)
+    best = total.reshape(-1, len(tracks)).argmax(0) * len(tracks) + np.arange(len(tracks))
+    return {track: (total[i], gain[i], offset[i]) for track, i in zip(tracks, best, strict=True)}
 
 
 def hand_written_rewards(tracks, config_path=None) -> dict[str, float]:
-    """The reward of the hand-written driver's best setting on each track. Driven once per process, if it is not recorded."""
-    config = load_config(config_path)
-    driven = _driven.setdefault((json.dumps(config), *REWARD_TERMS.items()), {})
-    recorded = HAND_WRITTEN_REWARD if is_default(config) else {}
-    unknown = [track for track in tracks if track not in recorded and load_track(track) not in driven]
-    for track, (_, best) in hand_written_episodes(unknown, config_path).items() if unknown else ():
-        driven[load_track(track)] = score([best])
-    return {track: recorded[track] if track in recorded else driven[load_track(track)] for track in tracks}
-
-
-_driven: dict[tuple, dict] = {}  # rewards by config and reward terms, then by track
+    """The reward of the hand-written driver's best setting on each track."""
+    recorded = HAND_WRITTEN_REWARD if is_default(load_config(config_path)) else {}
+    unknown = [track for track in tracks if track not in recorded]
+    driven = best_hand_written(unknown, config_path) if unknown else {}
+    return {track: recorded[track] if track in recorded else float(driven[track][0]) for track in tracks}
 
 
 def is_default(config: dict) -> bool:
@@ -204,7 +197,7 @@ def summarize(episodes: list[Episode], config: dict, hand_written: float | None 
 
     hand_written: the reward of the hand-written driver's best setting, if it is known. `percent_of_best` compares the median
     flying lap with the best one known: clean laps with the best clean lap, unless leaving the road costs nothing; then all
-    laps with the best at any price. `percent_of_best_reward` compares rewards.
+    laps with the best of any kind. `percent_of_best_reward` compares rewards.
     """
     track, laps = episodes[0].track, [lap for episode in episodes for lap in episode.laps]
     kind = "clean" if config["weights"]["offTrackPenalty"] < 0 else "any"

@@ -156,12 +156,12 @@ def make_generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed + RANK_SEED_STRIDE * rank())
 
 
-def exit_process(code: int, all_know: bool = False) -> None:
+def exit_process(code: int, wait_for_others: bool = False) -> None:
     """End the process at once, for scripts only: Python's own clean-up takes half a second, and gloo's threads can abort it.
 
-    all_know: every process ends here too, so wait for them, because torchrun ends all as soon as one has failed.
+    wait_for_others: every process ends here too, and torchrun ends all as soon as one has failed.
     """
-    if all_know:
+    if wait_for_others:
         with contextlib.suppress(RuntimeError):
             all_gather(None)
     for stream in ("stdout", "stderr"):

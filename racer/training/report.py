@@ -15,7 +15,7 @@ from racer.training.terminal import print_safely, warn
 
 
 def report(run) -> dict:
-    """Print the summary of a Run and write it as summary.json. -> what was reached"""
+    """Print the summary of a Run and write it as summary.json. -> the summary as a dict"""
     total, folder, clock = run.args.total_timesteps, run.folder, run.clock.seconds
     session, driven = run.seconds - run.seconds_before, run.steps - run.terminal.first_step
     rate = driven / max(session - clock.get("evaluation", 0.0), 1e-9)
@@ -24,7 +24,7 @@ def report(run) -> dict:
     here = f", {session:.1f} s of them in this session" if run.seconds_before else ""
     how = "done" if run.finished else "stopped"
     print_safely(f"\n\n{how}: {run.steps:,} steps in {run.seconds:.1f} s{here}; {rate:,.0f} steps/s without evaluation")
-    clock["rest"] = max(session - sum(clock.values()), 0.0)
+    clock["other"] = max(session - sum(clock.values()), 0.0)
     shares = sorted(clock.items(), key=lambda item: -item[1])
     print_safely("time      " + ", ".join(f"{name} {s:.1f} s ({s / session:.0%})" for name, s in shares))
     print_results("start", run.start_results)

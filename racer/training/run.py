@@ -32,6 +32,7 @@ import torch
 
 from callbacks_lite import MANY_TRACKS, MetricsLogger
 from racer.game.bridge import BridgeError, retry_pause_s
+from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import track_name
 from racer.training.checkpoints import (
     CHECKPOINT_FORMAT, like, load_checkpoint, make_run_folder, must_fit, network_settings, plain_settings, provenance,
@@ -55,8 +56,8 @@ MAY_CHANGE = (  # when a run is resumed
 
 
 class Run:
-    """`parts` names everything that a checkpoint holds beside settings and counts, and `parts["agent"]` drives. Saving and
-    restoring read the same dict. Parts named in `unsaved` are restored if a checkpoint has them, but not saved.
+    """`parts` names everything that a checkpoint holds beside settings and counts; "agent", "scaler" and "stats" must be among
+    them. Saving and restoring read the same dict. Parts named in `unsaved` are restored if a checkpoint has them, but not saved.
 
     Ctrl+C and SIGTERM ask for an orderly end: the iteration is finished and a checkpoint written. In a run of one process, a
     second signal ends it at once.
@@ -65,6 +66,8 @@ class Run:
     def __init__(self, algorithm: str, args, envs: RacerVectorEnv, parts: dict, unsaved: tuple[str, ...] = ()):
         self.algorithm, self.args, self.envs, self.parts, self.unsaved = algorithm, args, envs, parts, unsaved
         self.eval_envs: RacerVectorEnv | None = None
+        self.logger: MetricsLogger | None = None
+        self._handlers: dict = {}
         self.stats, self.clock = parts["stats"], Clock()
         self.steps = self._steps_before = 0
         self.best = {"score": -math.inf, "step": 0, "results": [], "laps": []}
@@ -82,7 +85,7 @@ class Run:
         try:
             self._begin()
         except BaseException:
-            self.envs.close()
+            self._close()
             raise
         return self
 
@@ -99,8 +102,10 @@ class Run:
         for part in self.parts.values():
             if isinstance(part, torch.nn.Module):  # machines of different kinds may round differently
                 part.load_state_dict(broadcast_from_rank0(part.state_dict))
+        if not self._difference:  # each process drives its share of the tracks
+            own = run_on_all(hand_written_rewards, args.tracks[rank() :: world_size()], args.config_path)
+            self.hand_written = {track: reward for part in all_gather(own) for track, reward in part.items()}
         broadcast_from_rank0(self._open, note)
-        self._handlers = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # not in the main thread: somebody else handles signals
                 self._handlers[number] = signal.signal(number, self._on_signal)
@@ -111,7 +116,7 @@ class Run:
                 self.logger.dump(0)
 
     def _difference_from_engine(self) -> str:
-        """Why the embedded engine cannot take the game's place in evaluations, or ""."""
+        """Why evaluations have to run in the real game; "" if the embedded engine drives like it."""
         args, url = self.args, self.args.bridge_url[:1]
         for attempt in range(args.bridge_retries + 1):
             try:
@@ -153,17 +158,20 @@ class Run:
                 f"the rewards or limits in {args.config_path} are not those that the run began with "
                 f"({json.dumps(checkpoint['config'])}); restore them, or start a new run"
             )
+        before, now = checkpoint.get("reward_terms", []), sorted(REWARD_TERMS)
+        if before != now:
+            raise ValueError(f"the run has the reward terms {before} (REWARD_TERMS), this program has {now}")
         return checkpoint
 
     def _restore(self, checkpoint: dict) -> None:
+        notes = []
         with must_fit():
             saved, processes = checkpoint["parts"], len(checkpoint["parts"]["stats"])
             same_processes = processes == world_size()
             cars_continue = same_processes and saved["envs"][0] and self.envs.get_state()  # the real game has no state
             for name, part in self.parts.items():
                 if name not in saved:
-                    text = f"the checkpoint has no {name}: it starts empty, and the run is not bit-exact"
-                    broadcast_from_rank0(print_safely, text)
+                    notes.append(f"the checkpoint has no {name}: it starts empty, and the run is not bit-exact")
                 elif hasattr(part, "load_state_dict"):
                     part.load_state_dict(saved[name])
                 elif cars_continue or (same_processes and part is not self.envs):
@@ -175,7 +183,9 @@ class Run:
             self.start_results = run.get("start_results", [])
             self.best["laps"] = [{**lap, "trajectory": lap["trajectory"].numpy()} for lap in self.best["laps"]]
         if not same_processes:
-            text = f"resuming with {world_size()} instead of {processes} processes: all cars begin new episodes, not bit-exact"
+            change = f"{world_size()} instead of {processes} processes"
+            notes.append(f"resuming with {change}: all cars begin new episodes, and the run is not bit-exact")
+        for text in notes:
             broadcast_from_rank0(print_safely, text)
         if not cars_continue:
             infos = run_on_all(self.envs.reset, seed=self.args.seed + self.steps)[1]
@@ -190,8 +200,6 @@ class Run:
             len(args.tracks), args.tracks, args.config_path, url if difference else None,
             render_mode=None if difference else "rgb_array", retries=args.bridge_retries,  # the engine draws
         )  # fmt: skip
-        if not difference:
-            self.hand_written = hand_written_rewards(args.tracks, args.config_path)
         self.logger = MetricsLogger(self.folder, self.steps if args.resume else None, tensorboard=args.tensorboard)
         made_by = provenance()
         settings = {"command": shlex.join(made_by["command"]), "commit": made_by["commit"], **plain_settings(args)}
@@ -346,6 +354,7 @@ class Run:
                 "format": CHECKPOINT_FORMAT,
                 "args": plain_settings(self.args),
                 "config": self.envs.config,
+                "reward_terms": sorted(REWARD_TERMS),
                 "parts": parts,
                 "run": {**run, "start_results": self.start_results},
             }
@@ -361,12 +370,14 @@ class Run:
             if error is not None:
                 self._explain(error)
         finally:
-            self.envs.close()
-            if rank() == 0:
-                self.eval_envs.close()
-                self.logger.close()
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
+            self._close()
+
+    def _close(self) -> None:
+        for closable in (self.envs, self.eval_envs, self.logger):
+            if closable is not None:
+                closable.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def _explain(self, error) -> None:
         """Raise an error that ends the run again, with what is lost and how to continue. A fault of the bridge saves first."""
@@ -376,8 +387,8 @@ class Run:
                 with contextlib.suppress(BridgeError, SharedError):
                     all_gather(error)
             if self.save():
-                lost = f"Saved as it was after step {self.steps:,}; only what was driven since then is lost"
-                cause = BridgeError(f"{cause}\n{lost}. {how_to_resume(self.folder)}")
+                saved = f"Saved; the run resumes at step {self.steps:,}, and what was driven since then is not counted"
+                cause = BridgeError(f"{cause}\n{saved}. {how_to_resume(self.folder)}")
             raise (SharedError(cause) if world_size() > 1 else cause) from error
         if isinstance(error, ProcessError):
             raise ProcessError(f"{error}. The run has ended. {how_to_resume(self.folder)}") from error
@@ -386,7 +397,7 @@ class Run:
             raise FloatingPointError(f"{error}. {advice}") from error
 
     def report(self) -> dict:
-        """The summary, in the terminal and as summary.json. -> what was reached"""
+        """The summary, in the terminal and as summary.json. -> the summary as a dict"""
         if rank() > 0:
             reached = {"run_folder": str(self.folder), "steps": self.steps, "finished": self.finished}
             return {**reached, "signal": self.stopped, "saved": self.saved}

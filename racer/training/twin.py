@@ -18,7 +18,7 @@ def difference_from_engine(track_id: str, config_path, bridge_url: str) -> str |
     if track_id not in TRACKS:
         return f"{track_id} is not known here"
     engine = RacerEnv(track_id, config_path)
-    tolerance = ARC_TOLERANCE * max(1.0, abs(engine.config["weights"]["progress"]))
+    weight = max(1.0, abs(engine.config["weights"]["progress"]))
     with contextlib.closing(RacerEnv(track_id, config_path, bridge_url)) as game:
         for tick in range(TICKS + 1):
             action = [0.3 * math.sin(tick / 5), 1.0, 0.0]  # about straight on, and then along the wall
@@ -29,6 +29,7 @@ def difference_from_engine(track_id: str, config_path, bridge_url: str) -> str |
                 both[-1] |= dict(zip(("reward", "terminated", "truncated"), rest, strict=False))
             a, b = both
             for name in a:
+                tolerance = ARC_TOLERANCE * (weight if name in ("progress", "reward") else 1.0)
                 if not abs(float(a[name]) - float(b[name])) <= tolerance:
                     return f"{name} on {track_id} is {a[name]:g} after {tick} ticks, {b[name]:g} on the embedded engine"
             if b.get("terminated") or b.get("truncated"):  # short episodes
