@@ -5,7 +5,7 @@
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python ppo_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
-    python ppo_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
+    python ppo_racer.py --evaluate runs/NAME                         # laps and lap times of a trained driver
     python ppo_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
     torchrun --nproc_per_node=8 ppo_racer.py --num-envs 8192 --minibatch-size 8192           # on more cores or machines
     tensorboard --logdir runs

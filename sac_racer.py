@@ -4,7 +4,7 @@
     python sac_racer.py --slow-game                                  # as on a bridge: laps of 6.6 s after 60,000 steps
     python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
     python sac_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
-    python sac_racer.py --evaluate runs/NAME/best.pt --episodes 10   # laps and lap times of a trained driver
+    python sac_racer.py --evaluate runs/NAME                         # laps and lap times of a trained driver
     python sac_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
 
 SAC (Haarnoja et al. 2018) keeps recent experience in a replay buffer and learns from it many times. Two critics learn the value

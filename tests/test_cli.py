@@ -169,6 +169,7 @@ BAD_VALUES = [
     ("random_tracks", -3),
     ("learning_rate", -1e-3),
     ("num_envs", 0),
+    ("learning_rate", float("inf")),
 ]
 BAD_VALUES = [(name, *bad) for name in ("ppo", "sac") for bad in BAD_VALUES]
 BAD_VALUES += [

@@ -116,7 +116,7 @@ class Task:
     evaluate: Path | None = None
     """evaluate this checkpoint (or a run folder's best.pt) with deterministic actions"""
     episodes: Count = 10
-    """with --evaluate: episodes per track"""
+    """with --evaluate and --start anywhere, or in the game: episodes per track (from the grid all are the same)"""
     json: Path | None = None
     """with --evaluate: also write the results to this file"""
     export: Path | None = None

@@ -52,19 +52,24 @@ def load_driver(path: Path, algorithm: str, agent: Driver) -> Driver:
 
 def evaluate_driver(agent: Driver, args, task) -> list[dict]:
     """`--evaluate`: complete episodes of a trained driver, on the tracks of its training unless others are given."""
-    results = []
     torch.set_num_threads(1)  # as in training
     if task.json:
         task.json.touch()  # fail now, not after the drive
-    print_safely(f"{task.episodes} episodes per track, from {'the grid' if args.start == 'grid' else 'anywhere'}")
-    comparable = args.start == "grid" and not args.bridge_url
-    hand_written = hand_written_rewards(args.tracks, args.config_path) if comparable else {}
-    for track in args.tracks:
-        settings = {"bridge_url": args.bridge_url or None, "start": args.start, "retries": args.bridge_retries}
-        with contextlib.closing(RacerVectorEnv(task.episodes, track, args.config_path, **settings)) as envs:
-            episodes = evaluate(agent.drive, envs, [track], args.seed)
-        results.append(summarize(episodes, envs.config, hand_written.get(track)))
-        print_safely(describe(results[-1]))
+    from_grid = args.start == "grid"
+    count, tracks, references = task.episodes, args.tracks, {}
+    if from_grid and not args.bridge_url:  # deterministic: one episode is like the other, and like that of the training
+        count, references = 1, hand_written_rewards(tracks, args.config_path)
+    print_safely(
+        f"{count} {'episode' if count == 1 else 'episodes'} per track, from {'the grid' if from_grid else 'anywhere'}"
+    )
+    settings = {"bridge_url": args.bridge_url or None, "start": args.start, "retries": args.bridge_retries}
+    with contextlib.closing(RacerVectorEnv(count * len(tracks), tracks, args.config_path, **settings)) as envs:
+        episodes = evaluate(agent.drive, envs, tracks, args.seed)
+    results = [
+        summarize(episodes[i :: len(tracks)], envs.config, references.get(track)) for i, track in enumerate(tracks)
+    ]
+    for result in results:
+        print_safely(describe(result))
     if len(results) > 1:
         print_safely(describe_all(results))
     if task.json:
