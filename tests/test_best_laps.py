@@ -67,7 +67,7 @@ def test_clean_laps_are_compared_with_the_best_clean_lap_and_all_laps_only_where
     best, at_any_price = (BEST_LAP_TICKS[kind]["track-01"] for kind in ("clean", "any"))
     cutting = [episode("track-01", (500, 0), (2 * best, 0), (best - 1, 9))]
     result = summarize(cutting, usual)
-    assert result["percent_of_best"] == pytest.approx(50.0) and "(50.0 % of the best)" in describe(result)
+    assert result["percent_of_best"] == pytest.approx(50.0) and "(50.0 % of the best known)" in describe(result)
     assert (result["laps"], result["clean_laps"], result["best_clean_lap_sec"]) == (3, 2, pytest.approx(500 / 60))
     assert result["best_lap_sec"] == pytest.approx((best - 1) / 60)
     assert result["off_road_share"] == pytest.approx(9 / (500 + 3 * best - 1))

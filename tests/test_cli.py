@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import MODULES, ROOT, args_of, both, preset
 
 import sac_racer
+from racer.game.config import DEFAULT_CONFIG_PATH
 from racer.game.tracks import TRACKS
 from racer.training.command_line import Task
 from racer.training.fleet import make_envs
@@ -188,3 +190,26 @@ def test_values_that_cannot_work_are_refused_at_the_start_from_python_too(name, 
     with pytest.raises(SystemExit) as end:
         args_of(name, flag, value)
     assert end.value.code == 2 and flag in "".join(capsys.readouterr())
+
+
+def test_args_made_in_python_take_plain_values_and_name_the_wrong_ones():
+    args = MODULES["ppo"].Args(track_id="track-02", run_dir="somewhere", config_path=str(DEFAULT_CONFIG_PATH))
+    assert (
+        args.tracks == ("track-02",) and args.run_dir == Path("somewhere") and args.config_path == DEFAULT_CONFIG_PATH
+    )
+    for name, value in (
+        ("gamma", "0.9"),
+        ("num_envs", 1.5),
+        ("num_envs", True),
+        ("seed", None),
+        ("random_tracks", "3"),
+    ):
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value!r}"):
+            MODULES["ppo"].Args(**{name: value})
+
+
+@pytest.mark.parametrize("words", [("--random-tracks", "abc"), ("--evaluate",), ("--resume",)])
+def test_a_flag_without_its_value_is_named(words, capsys):
+    with pytest.raises(SystemExit) as end:
+        args_of("ppo", *words)
+    assert end.value.code == 2 and words[0] in "".join(capsys.readouterr())

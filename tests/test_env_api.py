@@ -170,7 +170,7 @@ def test_the_shipped_config_is_the_game_s_default():
         ({**DEFAULT_CONFIG, "weights": {"progress": 1.0, "speedBonus": 0.0}}, "weights.wallPenalty is missing"),
         (make_config(progress=float("nan")), "weights.progress is nan; it must be a finite number"),
         (make_config(progress=float("inf")), "weights.progress is inf"),
-        (make_config(progress="1"), "weights.progress is 1; it must be a finite number"),
+        (make_config(progress="1"), "weights.progress is '1'; it must be a finite number"),
         (make_config(progress=None), "weights.progress is None"),
         (make_config(progress=True), "weights.progress is True"),
         (make_config(stillnessSpeedThreshold=-1.0), "weights.stillnessSpeedThreshold is -1.0"),

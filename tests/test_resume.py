@@ -639,7 +639,7 @@ def test_runs_of_the_format_before_resume_and_evaluate(lab, tmp_path):
     shutil.copytree(ROOT / "tests" / "golden" / "format-3" / lab.name, tmp_path / "run")
     before = lab.load(tmp_path / "run")
     assert before["args"]["stuck_ticks"] == 60 and before["config"]["weights"]["offTrackPenalty"] == -0.001
-    assert lab.resume(tmp_path / "run", total_timesteps=1280, run_dir=tmp_path)["steps"] == 1280
+    assert lab.resume(tmp_path / "run", total_timesteps=1280)["steps"] == 1280
     tracks = ["random-1", "random-2"] if lab.name == "ppo" else ["track-01"]
     assert [result["track"] for result in lab.evaluate(tmp_path / "run")] == tracks
 

@@ -38,7 +38,7 @@ def load_config(config_path: str | Path | None = None) -> dict:
             if key == "stillnessSpeedThreshold":
                 wanted, fits = "a speed, 0 or more", fits and value >= 0
             if not fits:
-                found = f"config file {path}: {section}.{key} is {excerpt(value)}"
+                found = f"config file {path}: {section}.{key} is {excerpt(repr(value))}"
                 raise ValueError(f"{found}; it must be {wanted}, e.g. {defaults[key]}")
     return config
 

@@ -101,6 +101,8 @@ def find_checkpoint(path: str | Path, prefer: str = "checkpoint.pt") -> Path:
     if path.is_dir():
         there = [path / name for name in (prefer, "checkpoint.pt", "best.pt") if (path / name).exists()]
         path = there[0] if there else path / prefer
+    if not path.exists() and (path.parent / "args.json").exists():
+        raise ValueError(f"{path.parent} was stopped before its first checkpoint; start again with another --run-name")
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder that has one, e.g. runs/NAME")
     return path
@@ -112,8 +114,8 @@ def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "chec
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds: truncated, not a checkpoint, a pickle with code in it
-        reason = str(error).strip()[:120].partition("\n")[0]
-        reason = "not a file of tensors" if reason.startswith("Weights only") else reason
+        code = str(error).startswith("Weights only")
+        reason = "it does not hold tensors alone" if code else "truncated, or not written by torch.save"
         other = "checkpoint.pt" if "best" in path.name else "best.pt"
         found = f"{path} is not a valid checkpoint ({reason})"
         raise ValueError(f"{found}. No code in it was run. Try another file, e.g. {other} beside it") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 import signal
 import sys
 import typing
@@ -20,6 +19,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from racer.game.bridge import BridgeError
+from racer.game.checks import is_finite
 from racer.game.rules import STARTS
 from racer.game.tracks import track_name
 from racer.training.checkpoints import load_checkpoint, network_settings, saved_args
@@ -50,8 +50,12 @@ class Range(NamedTuple):
     high: float = float("inf")
     exclusive: bool = False  # of low
 
-    def __contains__(self, value) -> bool:
-        return math.isfinite(value) and self.low <= value <= self.high and not (self.exclusive and value == self.low)
+    def fits(self, value, kind: type) -> bool:
+        if value is None:
+            return kind not in (int, float)  # float | None
+        whole = kind is not int or (is_finite(value) and value == int(value))
+        inside = is_finite(value) and self.low <= value <= self.high
+        return inside and whole and not (self.exclusive and value == self.low)
 
     def __str__(self) -> str:
         low = f"more than {self.low:g}" if self.exclusive else f"{self.low:g} or more"
@@ -72,7 +76,7 @@ Count = Annotated[  # a number of steps, cars or the like
         1, "N", _count, is_instance=lambda value: isinstance(value, int), str_from_instance=lambda value: [str(value)]
     ),
 ]
-Whole = Annotated[int, Range(0)]
+Whole = Annotated[int, Range(0, 2**53)]
 Fraction = Annotated[float, Range(0, 1)]
 Positive = Annotated[float, Range(0, exclusive=True)]
 NonNegative = Annotated[float, Range(0)]
@@ -83,16 +87,14 @@ class Settings:
 
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
-            for allowed in typing.get_args(kind)[1:]:
-                if (
-                    isinstance(allowed, Range)
-                    and getattr(self, name) is not None
-                    and getattr(self, name) not in allowed
-                ):
-                    raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be {allowed}")
-        for name in ("track_id", "bridge_url"):
-            if isinstance(getattr(self, name), str):
-                setattr(self, name, (getattr(self, name),))
+            value, kinds = getattr(self, name), (kind, *typing.get_args(kind))
+            if isinstance(value, str) and kind == tuple[str, ...]:
+                setattr(self, name, (value,))
+            elif isinstance(value, str) and Path in kinds:
+                setattr(self, name, Path(value))
+            for allowed in kinds[1:]:
+                if isinstance(allowed, Range) and not allowed.fits(value, kinds[1]):
+                    raise ValueError(f"--{name.replace('_', '-')} is {value!r}; it must be {allowed}")
         if self.start not in STARTS:
             raise ValueError(f"--start is {self.start!r}; it must be {' or '.join(STARTS)}")
         if self.random_tracks and tuple(self.track_id) != type(self).track_id:
@@ -137,14 +139,17 @@ class Preset(NamedTuple):
 
 def peek_args(argv: list[str]) -> argparse.Namespace:
     """The flags that decide which defaults the others have. ValueError for flags that exclude or need each other."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in ("start-from", "resume", "evaluate", "json", "export", "checkpoint"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
     for name in ("track-id", "bridge-url"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*", default=None)
     parser.add_argument("--random-tracks", "--random_tracks", type=int, default=0)
     parser.add_argument("--slow-game", "--slow_game", action=argparse.BooleanOptionalAction)
-    given = parser.parse_known_args(argv)[0]
+    try:
+        given = parser.parse_known_args(argv)[0]
+    except argparse.ArgumentError:  # a flag without its value: tyro says so
+        return parser.parse_known_args([])[0]
     tasks = [f"--{n.replace('_', '-')}" for n in ("start_from", "resume", "evaluate", "export") if getattr(given, n)]
     if len(tasks) > 1:
         raise ValueError(f"{' and '.join(tasks)} are mutually exclusive")
@@ -174,7 +179,9 @@ def read_command(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: 
         prefer = "checkpoint.pt" if given.resume else "best.pt"
         defaults = saved_args(Args, broadcast_from_rank0(load_checkpoint, path, algorithm, prefer)["args"])
         changes = {} if given.resume else {"start": "grid", "bridge_url": (), "start_from": None, "resume": None}
-        if not given.resume and given.track_id:
+        if given.resume and given.track_id and tuple(given.track_id) != defaults.tracks:
+            raise ValueError(f"--track-id cannot change: the run to resume has {' '.join(defaults.tracks[:3])}")
+        if given.track_id and not given.resume:
             changes["random_tracks"] = 0
         if given.random_tracks and not given.resume:
             changes["track_id"] = Args.track_id

@@ -14,6 +14,7 @@ import torch
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE, obs_moments
 from racer.training.checkpoints import load_checkpoint, must_fit
 from racer.training.evaluation import describe, describe_all, evaluate, hand_written_rewards, summarize
+from racer.training.processes import rank
 from racer.training.terminal import print_safely
 from racer_env import RacerVectorEnv
 
@@ -52,9 +53,11 @@ def load_driver(path: Path, algorithm: str, agent: Driver) -> Driver:
 
 def evaluate_driver(agent: Driver, args, task) -> list[dict]:
     """`--evaluate`: complete episodes of a trained driver, on the tracks of its training unless others are given."""
+    if rank() > 0:
+        return []
     torch.set_num_threads(1)  # as in training
     if task.json:
-        task.json.touch()  # fail now, not after the drive
+        task.json.open("a").close()  # fail now, not after the drive
     from_grid = args.start == "grid"
     count, tracks, references = task.episodes, args.tracks, {}
     if from_grid and not args.bridge_url:  # deterministic: one episode is like the other, and like that of the training

@@ -253,11 +253,10 @@ def describe(result: dict) -> str:
     if result["episodes"] > 1:
         text += f"{result['episodes']} episodes, {result['failures']} failures, "
     text += "no flying lap" if lap is None else f"flying lap {lap:.3f} s"
-    text += "" if best_lap is None else f" ({best_lap:.1f} % of the best)"
-    text += f", reward {result['mean_reward']:.3f}"
-    text += "" if best_reward is None or best_reward < 0 else f" ({best_reward:.1f} %)"
-    if result["percent_of_hand_written"] is not None:
-        text += f", {result['percent_of_hand_written']:.1f} % of the best hand-written"
+    text += "" if best_lap is None else f" ({best_lap:.1f} % of the best known)"
+    shares = (best_reward, "the best known"), (result["percent_of_hand_written"], "the best hand-written")
+    shares = ", ".join(f"{share:.1f} % of {what}" for share, what in shares if share is not None and share > 0)
+    text += f", reward {result['mean_reward']:.3f}" + (f" ({shares})" if shares else "")
     return f"{text}, {result['clean_laps']} of {result['laps']} laps clean, off the road {100 * result['off_road_share']:.1f} %"
 
 

@@ -50,7 +50,7 @@ from racer.training.twin import difference_from_engine
 from racer_env import RacerVectorEnv
 
 MAY_CHANGE = (  # when a run is resumed
-    *("total_timesteps", "run_dir", "bridge_url", "bridge_retries", "resume"),
+    *("total_timesteps", "bridge_url", "bridge_retries", "resume"),
     *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
 )
 
@@ -185,6 +185,8 @@ class Run:
         if not same_processes:
             change = f"{world_size()} instead of {processes} processes"
             notes.append(f"resuming with {change}: all cars begin new episodes, and the run is not bit-exact")
+        elif not cars_continue:
+            notes.append("all cars begin new episodes, since the state of the real game cannot be saved")
         for text in notes:
             broadcast_from_rank0(print_safely, text)
         if not cars_continue:
@@ -333,7 +335,7 @@ class Run:
             for name, seconds in self.clock.seconds.items():
                 self.logger.record(f"time/{name}_sec", seconds)
             metrics = self.logger.dump(self.steps)
-            status = "no lap yet" if math.isinf(self.stats.best_lap_sec) else ""
+            status = "no lap in training yet" if math.isinf(self.stats.best_lap_sec) else ""
             if not status and len(self.args.tracks) == 1:
                 status = f"best lap in training {self.stats.best_lap_sec:.2f} s  "
             if "racer/completion_rate" in metrics:
@@ -412,5 +414,8 @@ class Run:
             return
         best = copy.deepcopy(self.parts["agent"])
         with self.clock("evaluation"), contextlib.suppress(BridgeError, ValueError):  # no bridge, no best.pt
-            best.load_state_dict(load_checkpoint(self.folder / "best.pt", self.algorithm)["parts"]["agent"])
+            saved = load_checkpoint(self.folder / "best.pt", self.algorithm)
+            if saved["run"]["steps"] != self.best["step"]:  # an older checkpoint was resumed
+                return
+            best.load_state_dict(saved["parts"]["agent"])
             self.best["results"] = self.summarize(evaluate(best.drive, self.eval_envs, self.args.tracks))
