@@ -100,9 +100,9 @@ def find_checkpoint(path: str | Path, prefer: str = "checkpoint.pt") -> Path:
     path = Path(path)
     if path.is_dir():
         there = [path / name for name in (prefer, "checkpoint.pt", "best.pt") if (path / name).exists()]
+        if not there and (path / "args.json").exists():
+            raise ValueError(f"{path} was stopped before its first checkpoint; start again with another --run-name")
         path = there[0] if there else path / prefer
-    if not path.exists() and (path.parent / "args.json").exists():
-        raise ValueError(f"{path.parent} was stopped before its first checkpoint; start again with another --run-name")
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a checkpoint (.pt) or a run folder that has one, e.g. runs/NAME")
     return path
