@@ -131,7 +131,8 @@ class Run:
         """--start-from: the networks, and the scale of rewards that their critics have learned."""
         agent = self.parts["agent"]
         for name in network_settings(type(agent)):
-            old, new = checkpoint["args"].get(name), getattr(self.args, name)
+            old = checkpoint["args"].get(name)
+            new = getattr(self.args, name, old)
             if old is not None and old != new:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(
