@@ -186,7 +186,6 @@ class Agent(Driver):
     def __init__(self, hidden: int = 64, init_std=0.5, init_throttle=1.0, init_alpha=0.01, hide_arc: bool = False):
         super().__init__(hide_arc)
         size = len(ACTION_LOW)
-        # Observation -> means and log standard deviations of the actions before squashing.
         self.actor = nn.Sequential(
             nn.Linear(OBS_SIZE, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2 * size)
         )
@@ -259,8 +258,8 @@ def squashed_sample(mean, log_std, noise):
 def hold_action(envs: RacerVectorEnv, actions: torch.Tensor, ticks: int, gamma: float, stats: RaceStats) -> dict:
     """Give every car its action (N, 3) for some ticks. What happens after the end of an episode does not count.
 
-    -> next_obs (N, 14), of an episode that ended its last observation; rewards (N,), the discounted sum over the ticks;
-    discounts (N,), the weight of what comes after: gamma^ticks, or 0 after a termination, which has no future; ended (N,)
+    -> next_obs (N, 14), of an ended episode its last observation; rewards (N,), discounted and summed over the ticks; discounts
+    (N,), the weight of what comes after: gamma^ticks, or 0 after a termination; ended (N,)
     """
     boxed, next_obs = to_box(actions).numpy(), np.zeros((envs.num_envs, OBS_SIZE), np.float32)
     rewards, discounts = np.zeros(envs.num_envs), np.ones(envs.num_envs)
