@@ -26,9 +26,7 @@ SPLIT = 6
 SUBCELL = CELL / SPLIT
 CELL_RADIUS, SUBCELL_RADIUS = CELL * math.sqrt(0.5), SUBCELL * math.sqrt(0.5)
 BLOCK = 7  # tables are built for BLOCK x BLOCK cells at a time
-OVERLAP = (
-    20  # vertices by which closed walls are stored beyond their ends, so that a ray's chain of segments never wraps
-)
+OVERLAP = 20  # vertices stored beyond the ends of the closed walls, so that a ray's chain of segments never wraps
 SAMPLE_SPACING = 2.0  # units between the centreline samples that guesses are made from
 LEAST_BEND = 0.2  # closer to a centre of curvature than this share of its radius, the projection is searched for
 

@@ -17,9 +17,7 @@ from racer.game.checks import is_finite
 from racer.game.rules import CHORDS, GATES, MIN_OFFSET, RUNOFF_WIDTH, WALL_TOUCH
 
 MIN_CONTROL_POINTS, MAX_CONTROL_POINTS = 4, 500
-MAX_EXTENT = (
-    5_000.0  # units from the origin; beyond these limits a track's lookup tables would take minutes and gigabytes
-)
+MAX_EXTENT = 5_000.0  # units from the origin; the lookup tables of a larger track would take minutes and gigabytes
 
 
 class Track:

@@ -33,12 +33,8 @@ EXIT_CODES = {  # by what ended the command
     BridgeError: EXIT_BRIDGE, ProcessError: EXIT_PROCESS, FloatingPointError: EXIT_ERROR, ValueError: EXIT_USAGE,
     OSError: EXIT_USAGE, KeyboardInterrupt: EXIT_INTERRUPTED,
 }  # fmt: skip
-COLLECTIVE_EXIT_CODES = (
-    0,
-    EXIT_BRIDGE,
-    EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
-)  # ends that every process of a run takes part in
+# Exits that all processes of a run take together.
+COLLECTIVE_EXIT_CODES = (0, EXIT_BRIDGE, EXIT_INTERRUPTED, EXIT_TERMINATED)
 
 # == Types of settings =================================================================================================
 

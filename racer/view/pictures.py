@@ -4,7 +4,7 @@
     gif = draw_lap("track-01", trajectory, replay=True)     # the same lap, driven again in real time
 
     1  Painter      one track: runoff, shoulder, road, walls, start line, cars
-    2  Camera       what render() shows: the cars of a simulation, and the way they came
+    2  Camera       what render() shows: the cars of a simulation and their trails
     3  a lap        coloured by speed as a racing line, or driven again in real time as a replay with its inputs
 
 y points up, as in the game.
@@ -123,7 +123,7 @@ class Painter:
         return image, ImageDraw.Draw(image)
 
     def picture(self, x: float, y: float, heading: float, trail=()) -> np.ndarray:
-        """The track with a car on it and the way it came. -> (H, W, 3) uint8"""
+        """The track with a car and its trail. -> (H, W, 3) uint8"""
         image, pen = self.canvas()
         way = self.to_pixels(trail) if len(trail) > 1 else []
         for i, (a, b) in enumerate(zip(way, way[1:], strict=False)):
@@ -151,14 +151,14 @@ painter_of = functools.lru_cache(maxsize=32)(Painter)  # painting a track is slo
 
 
 class Camera:
-    """Where the cars are and have been. The bridge does not tell positions: there, an embedded twin drives along."""
+    """Where the cars are and have been. The bridge does not send positions, so an embedded twin drives along there."""
 
     PLACE = ("x", "y", "heading", "speed", "steer", "throttle", "brake")
 
     def __init__(self, sim: RacerSim, is_twin: bool):
         self.sim, self.is_twin = sim, is_twin
         # Per car, of this episode and of the last complete one, at the start and after every tick: x, y, heading, speed, and
-        # the car's inputs as it has smoothed them: steer, throttle, brake.
+        # the car's smoothed inputs: steer, throttle, brake.
         self.places: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
         self.last_episode: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
 
@@ -206,7 +206,7 @@ def save_picture(path: Path, picture: np.ndarray) -> None:
 
 
 def speed_colour(speed: float) -> tuple[int, int, int]:
-    """The same in all pictures, so that they can be compared: the last colour is the car's top speed."""
+    """The same scale in all pictures, so that they can be compared; the last colour is the top speed."""
     slow, fast = SPEED_RANGE
     place = min(max((speed - slow) / (fast - slow), 0.0), 1.0) * (len(SPEED_COLOURS) - 1)
     low = min(int(place), len(SPEED_COLOURS) - 2)
@@ -235,7 +235,7 @@ def _paint_way(painter: Painter, pen, places: np.ndarray) -> None:
 
 
 def _with_caption(picture: Image.Image):
-    """The picture with a strip below it: picture, a pen, and the unit of what is in the strip. It reads at a third of its size."""
+    """The picture with a caption strip below it: picture, pen, and the strip's unit of size. Readable at a third of its size."""
     unit = picture.width / 60
     larger = Image.new("RGB", (picture.width, picture.height + round(5 * unit)), COLOURS["outline"])
     larger.paste(picture)
@@ -274,7 +274,7 @@ def lap_replay(painter: Painter, places: np.ndarray) -> bytes:
 
 
 def _with_inputs(picture: Image.Image, places: np.ndarray) -> Image.Image:
-    """Time and speed of the last place, and bars: steering to either side of its middle, throttle and brake from the left."""
+    """The current time and speed, and bars: steering to either side of the middle, throttle and brake from the left."""
     picture, pen, unit = _with_caption(picture)
     speed, steer, throttle, brake = places[-1, 3:]
     pen.text((unit, picture.height - 4.6 * unit), f"{_seconds(places)}  {speed:3.0f}/s", **_letters(3.4 * unit))
