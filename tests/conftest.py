@@ -21,6 +21,8 @@ from racer.game.rules import DEFAULT_CONFIG
 from racer.training.checkpoints import load_checkpoint, saved_args
 from racer.training.command_line import read_command
 from racer.training.drivers import evaluate_driver, load_driver
+from racer.training.evaluation import hand_written_rewards
+from racer_env import REWARD_TERMS
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -41,6 +43,24 @@ for settings in TINY_BRIDGE.values():
     settings |= {"num_envs": 2, "start": "grid", "eval_every": 10**9, "tensorboard": False}
 both = pytest.mark.parametrize("name", ["ppo", "sac"])
 one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hand_written_driver_drives_once():
+    """Small runs use the same few configs: what the hand-written driver reaches with each is worked out once."""
+    known = {}
+
+    def cached(tracks, config_path=None):
+        config = Path(config_path).read_text() if config_path else None
+        key = tuple(tracks), config, tuple(REWARD_TERMS.items())
+        if key not in known:
+            known[key] = hand_written_rewards(tracks, config_path)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("run", "drivers"):
+            patch.setattr(f"racer.training.{module}.hand_written_rewards", cached)
+        yield
 
 
 def flags(settings: dict) -> list[str]:

@@ -116,6 +116,7 @@ def test_rows_are_reported_by_their_medians():
     assert bench_racer.median_row(rows, "rate") == {"rate": 20.0, "own": "c", "spread": 1.0}
 
 
+@pytest.mark.slow
 def test_the_hand_written_driver_has_learned_nothing_and_laps_every_track(tmp_path, capsys):
     """Its numbers are recorded ones, so that nobody compares with another driver."""
     path = tmp_path / "out.json"
@@ -130,6 +131,7 @@ def test_the_hand_written_driver_has_learned_nothing_and_laps_every_track(tmp_pa
     assert "off the road 27.9 %" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_trained_driver_stands_beside_it_and_what_is_none_is_named(tmp_path, capsys):
     settings = {**TINY["sac"], "total_timesteps": 512, "config_path": short_episodes(tmp_path, 50)}
     folder = sac_racer.train(sac_racer.Args(**settings, run_dir=tmp_path))["run_folder"]

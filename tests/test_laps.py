@@ -271,6 +271,7 @@ def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
     assert fastest_lap(Episode("track-01")) is None
 
 
+@pytest.mark.slow
 def test_the_recorded_rewards_of_the_hand_written_driver_are_those_of_its_best_setting():
     for track, (reward, gain, offset) in best_hand_written(tuple(HAND_WRITTEN_REWARD)).items():
         assert reward == pytest.approx(HAND_WRITTEN_REWARD[track], abs=5e-5)

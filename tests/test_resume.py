@@ -595,6 +595,7 @@ def test_no_bridge_is_said_before_anything_is_made(lab, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @mostly_shared
 def test_the_summary_s_best_driver_is_the_one_that_evaluate_sees(lab, tmp_path):
     """In training an evaluation may stop when the laps repeat; what is said of best.pt is of complete episodes."""
@@ -633,7 +634,7 @@ def test_random_tracks_are_what_args_say_and_the_file_s_config_is_what_is_compar
         lab.module.Args(slow_game=True)
 
 
-@mostly_shared
+@pytest.mark.parametrize("lab", ["sac", pytest.param("ppo", marks=pytest.mark.slow)], indirect=True)
 def test_runs_of_the_format_before_resume_and_evaluate(lab, tmp_path):
     """Saved by the last version with format 3: other names, random tracks with a scaled penalty, cuts counted by length."""
     shutil.copytree(ROOT / "tests" / "golden" / "format-3" / lab.name, tmp_path / "run")
