@@ -1,6 +1,6 @@
 """How fast it is and how well it drives, measured on this machine.
 
-    python bench_racer.py                                     # the first two tables, about two minutes
+    python bench_racer.py                                     # the first two tables
     python bench_racer.py --only environment                  # the first, 20 seconds
     python bench_racer.py --only training --runs 3            # medians of three seeds
     python bench_racer.py --only drivers                      # what the hand-written driver reaches

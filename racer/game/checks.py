@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 
 
@@ -14,3 +17,13 @@ def excerpt(value, length: int = 80) -> str:
     """The beginning of any value, for a message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= length else text[:length] + "..."
+
+
+def read_json(path: Path, what: str):
+    """The contents of a user's JSON file. ValueError that names it if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{what} {path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} {path} is not JSON: {error}") from error

@@ -7,7 +7,7 @@ import difflib
 import json
 from pathlib import Path
 
-from racer.game.checks import excerpt, is_finite
+from racer.game.checks import excerpt, is_finite, read_json
 from racer.game.rules import DEFAULT_CONFIG
 
 DEFAULT_CONFIG_PATH = Path(__file__).resolve().parents[2] / "ai-config.json"
@@ -23,12 +23,7 @@ def load_config(config_path: str | Path | None = None) -> dict:
     path = Path(config_path or DEFAULT_CONFIG_PATH)
     if path == DEFAULT_CONFIG_PATH and not path.exists():  # installed with pip, which takes Python files only
         return copy.deepcopy(DEFAULT_CONFIG)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"config file {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"config file {path} is not JSON: {error}") from error
+    config = read_json(path, "config file")
     _check_keys(config, DEFAULT_CONFIG, f"config file {path}", "")
     for section, defaults in DEFAULT_CONFIG.items():
         _check_keys(config[section], defaults, f"config file {path}", f"{section}.")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import math
 import re
 from pathlib import Path
 
 import numpy as np
 
+from racer.game.checks import read_json
 from racer.game.random_numbers import STEP, scramble
 from racer.game.rules import RUNOFF_WIDTH
 from racer.game.track import Track, check_control_points, squared_distances
@@ -48,12 +48,7 @@ def load_track(track_id: str) -> Track:
     if path.suffix.lower() != ".json":
         names = f"{', '.join(TRACKS)}, random-1, random-2 and so on"
         raise ValueError(f"unknown track {track_id!r}. Available: {names}, or the path of a .json file {form}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"track file {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"track file {path} is not JSON: {error}") from error
+    data = read_json(path, "track file")
     if not isinstance(data, dict) or "control_points" not in data:
         raise ValueError(f"track file {path} must be an object {form}")
     name = data.get("name", path.stem)
