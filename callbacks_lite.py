@@ -142,62 +142,33 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 # == RaceStats =========================================================================================================
 
 
-class LapTimer:
-    """Times the laps of N cars from the infos of a vector environment: `on_reset(infos)`, then `cross(infos)` after each step.
-
-    A lap goes from line to line, as in the game. With start="anywhere" the first crossing starts the clock.
-    """
-
-    def on_reset(self, infos: dict) -> None:
-        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
-        self.lap_began = np.zeros(len(self.lap), np.int64)  # step counts
-
-    def cross(self, infos: dict) -> tuple[np.ndarray, np.ndarray]:
-        """-> the cars that finished a lap in this tick, and how many ticks it took them"""
-        ended = infos.get("_final_info")  # where an episode ended, `infos` already holds the next one's
-        names = ("lap", "checkpoint", "stepCount")
-        now = {n: infos[n] if ended is None else np.where(ended, infos["final_info"][n], infos[n]) for n in names}
-        crossed = np.flatnonzero((now["checkpoint"] == 0) & (self.checkpoint != 0))
-        cars = crossed[now["lap"][crossed] > self.lap[crossed]]
-        ticks = now["stepCount"][cars] - self.lap_began[cars]
-        self.lap_began[crossed] = now["stepCount"][crossed]
-        if ended is not None:
-            self.lap_began[ended] = 0
-        self.lap, self.checkpoint = infos["lap"], infos["checkpoint"]
-        return cars, ticks
-
-
-class RaceStats(LapTimer):
+class RaceStats:
     """Laps, episodes and reward parts of the cars that train, from the infos of a RacerVectorEnv.
 
-    `on_reset(infos)` after a reset, `step(infos)` after every step. `take()` returns what has happened since the last time,
+    `on_reset()` after a reset, `step(infos)` after every step. `take()` returns what has happened since the last time,
     `log()` records it.
 
     An episode that was cut short (by `stagger` or a fault of the bridge) is extrapolated to full length at its reward per tick,
     so that early means are not biased to short episodes. It counts for the completion rate if it lasted half an episode.
     """
 
-    ARRAYS = ("lap", "checkpoint", "lap_began", "lapped")
-
     def __init__(self, track_ids: Sequence[str], max_steps: int):
         self.num_cars, self.max_steps = len(track_ids), max_steps
         self.track_names = [track_name(track) for track in track_ids]
         self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, extrapolated length)
         self.best_lap_sec, self.rollout = math.inf, {}
-        self.on_reset({"lap": np.ones(self.num_cars, np.int64), "checkpoint": np.zeros(self.num_cars, np.int64)})
+        self.on_reset()
         self.take()
 
-    def on_reset(self, infos: dict) -> None:
-        super().on_reset(infos)
-        self.lapped = np.zeros(self.num_cars, bool)
+    def on_reset(self) -> None:
+        self.lapped = np.zeros(self.num_cars, bool)  # which cars have completed a lap in this episode
 
     def step(self, infos: dict) -> None:
-        self.rollout["steps"] += self.num_cars
+        self.rollout["ticks"] += int(infos["ticks"].sum())
         for part in self.rollout["parts"]:
             self.rollout["parts"][part] += float(infos[part].sum())
-        cars, ticks = self.cross(infos)
-        for car, lap_ticks in zip(cars, ticks, strict=True):
-            self.rollout["laps"].append((self.track_names[car], float(lap_ticks) / TICKS_PER_SECOND))
+        for car in np.flatnonzero(infos["lapTicks"]):
+            self.rollout["laps"].append((self.track_names[car], float(infos["lapTicks"][car]) / TICKS_PER_SECOND))
             self.lapped[car] = True
         if "episode" in infos:
             self._end_episodes(np.flatnonzero(infos["_final_info"]), infos["episode"])
@@ -216,7 +187,7 @@ class RaceStats(LapTimer):
     def take(self) -> dict:
         """What has happened since the last time."""
         rollout = self.rollout
-        self.rollout = {"steps": 0, "counted": 0, "completed": 0, "laps": [], "episodes": []}
+        self.rollout = {"ticks": 0, "counted": 0, "completed": 0, "laps": [], "episodes": []}
         self.rollout["parts"] = dict.fromkeys((*REWARD_PARTS, *REWARD_TERMS), 0.0)
         return rollout
 
@@ -225,10 +196,10 @@ class RaceStats(LapTimer):
 
         Lap times of several tracks are logged for each of them, since their mean is meaningless.
         """
-        steps, counted, completed = (sum(r[name] for r in rollouts) for name in ("steps", "counted", "completed"))
+        ticks, counted, completed = (sum(r[name] for r in rollouts) for name in ("ticks", "counted", "completed"))
         laps, episodes = ([x for r in rollouts for x in r[name]] for name in ("laps", "episodes"))
         for part in rollouts[0]["parts"]:
-            logger.record(f"reward/{part}", sum(r["parts"][part] for r in rollouts) / max(steps, 1))
+            logger.record(f"reward/{part}", sum(r["parts"][part] for r in rollouts) / max(ticks, 1))
         tracks = dict.fromkeys(self.track_names)
         for track in tracks if len(tracks) <= MANY_TRACKS else ():
             prefix = "racer" if len(tracks) == 1 else f"racer/{track}"
@@ -242,17 +213,16 @@ class RaceStats(LapTimer):
             logger.record("racer/episodes_this_rollout", len(episodes))
             self.episodes.extend(episodes)
         if self.episodes:
-            returns, ticks, lengths = np.array(self.episodes).T
-            logger.record("rollout/ep_rew_mean", (returns / ticks * lengths).mean())
+            returns, driven, lengths = np.array(self.episodes).T
+            logger.record("rollout/ep_rew_mean", (returns / driven * lengths).mean())
             logger.record("rollout/ep_len_mean", lengths.mean())
 
     def get_state(self) -> dict[str, np.ndarray]:
         """For a checkpoint taken between rollouts."""
-        arrays = {name: getattr(self, name) for name in self.ARRAYS}
-        return {**arrays, "episodes": np.array(self.episodes).reshape(-1, 3), "best_lap_sec": self.best_lap_sec}
+        episodes = np.array(self.episodes).reshape(-1, 3)
+        return {"lapped": self.lapped, "episodes": episodes, "best_lap_sec": self.best_lap_sec}
 
     def set_state(self, state: dict) -> None:
-        for name in self.ARRAYS:
-            setattr(self, name, np.array(state[name]))
+        self.lapped = np.array(state["lapped"])
         self.episodes = deque(state["episodes"].tolist(), maxlen=EPISODE_WINDOW)
         self.best_lap_sec = state["best_lap_sec"]

@@ -14,7 +14,8 @@ PPO (Schulman et al. 2017) repeats three steps: drive all cars for a few ticks w
 much better each action turned out than expected (`make_batch`, `compute_gae`), and take a few optimiser steps toward the better
 ones without moving far from the policy that drove (`ppo_loss`, `update`). `train` is the loop around them: start reading there.
 
-Shapes: T ticks of a rollout, N cars of this process, B = T * N samples. `obs` is raw, `normalized_obs` is normalised.
+While learning, an action is held for `action_repeat` ticks.
+Shapes: T actions of a rollout, N cars of this process, B = T * N samples. `obs` is raw, `normalized_obs` is normalised.
 """
 
 from __future__ import annotations
@@ -79,10 +80,12 @@ class Args(Settings):
     """cars driven in parallel, all processes together; on a bridge every car is a connection"""
 
     # -- algorithm
+    action_repeat: Count = 1
+    """ticks for which an action is held while learning; the finished driver acts every tick"""
     gamma: Fraction = 0.98
     """discount factor per tick: 0.98 looks about 50 ticks (0.8 s) ahead"""
     gae_lambda: Fraction = 0.95
-    """GAE parameter: advantages rely on measured rewards (1) or on the critic (0)"""
+    """GAE parameter per action: advantages rely on measured rewards (1) or on the critic (0)"""
     clip_coef: Positive = 0.2
     """PPO clip range for the probability ratio"""
     ent_coef: NonNegative = 0.0
@@ -102,7 +105,7 @@ class Args(Settings):
     anneal_lr: bool = True
     """anneal the learning rate linearly to 0"""
     rollout_steps: Count = 32
-    """ticks per car between updates"""
+    """actions per car between updates"""
     minibatch_size: Count = 1_024
     """approximate minibatch size (a rollout is split into equal parts), all processes together"""
     update_epochs: Count = 2
@@ -126,15 +129,15 @@ class Args(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.minibatch_size > self.steps_per_iteration:
-            samples = f"{self.steps_per_iteration} (--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps})"
+        if self.minibatch_size > self.num_envs * self.rollout_steps:
+            samples = f"{self.num_envs * self.rollout_steps} (--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps})"
             raise ValueError(
                 f"--minibatch-size is {self.minibatch_size}, more than the samples of a rollout: {samples}"
             )
 
     @property
     def steps_per_iteration(self) -> int:
-        return self.num_envs * self.rollout_steps
+        return self.num_envs * self.rollout_steps * self.action_repeat
 
 
 PRESETS = (  # defaults that these flags change; later presets take precedence
@@ -227,21 +230,21 @@ def gaussian_entropy(log_std):
 
 
 class Storage:
-    """One rollout. `obs` has T + 1 rows: the last one is what the cars see after the last tick."""
+    """One rollout. `obs` has T + 1 rows: the last one is what the cars see after the last action."""
 
     def __init__(self, steps: int, num_envs: int):
         self.obs = torch.zeros(steps + 1, num_envs, OBS_SIZE)  # (T + 1, N, 14)
         self.actions = torch.zeros(steps, num_envs, len(ACTION_LOW))  # (T, N, 3)
         self.logprobs = torch.zeros(steps, num_envs)  # (T, N)
         self.rewards = np.zeros((steps, num_envs))
-        self.terminated = np.zeros((steps, num_envs), bool)
-        self.truncated = np.zeros((steps, num_envs), bool)
+        self.discounts = np.zeros((steps, num_envs))  # of what follows; 0 after a termination
+        self.ended = np.zeros((steps, num_envs), bool)
         self.final_obs = torch.zeros(steps, num_envs, OBS_SIZE)  # where an episode ended: its last observation
 
 
 @torch.no_grad()
 def rollout(agent: Agent, envs: RacerVectorEnv, storage: Storage, stats: RaceStats, clock, generator) -> None:
-    """Drive all cars for T ticks from where they are, and leave everything that the update needs in storage."""
+    """Drive all cars for T actions from where they are, and leave everything that the update needs in storage."""
     steps, num_envs = storage.rewards.shape
     noise = torch.randn(steps, num_envs, len(ACTION_LOW), generator=generator)
     storage.obs[0] = torch.from_numpy(envs.observations)
@@ -252,20 +255,20 @@ def rollout(agent: Agent, envs: RacerVectorEnv, storage: Storage, stats: RaceSta
             obs, rewards, terminated, truncated, infos = envs.step(storage.actions[t].numpy())
         stats.step(infos)
         storage.obs[t + 1] = torch.from_numpy(obs)
-        storage.rewards[t], storage.terminated[t], storage.truncated[t] = rewards, terminated, truncated
+        storage.rewards[t], storage.discounts[t], storage.ended[t] = rewards, infos["discount"], terminated | truncated
         if "final_obs" in infos:  # obs already belongs to the next episode
             cars = np.flatnonzero(infos["_final_obs"])
             storage.final_obs[t, cars] = torch.from_numpy(np.stack(infos["final_obs"][cars]))
 
 
-def compute_gae(rewards, values, next_values, terminated, truncated, gamma: float, gae_lambda: float):
+def compute_gae(rewards, values, next_values, discounts, ended, gae_lambda: float):
     """Generalised advantage estimation. All arrays (T, N) -> advantages, returns (T, N)
 
-    A terminated episode has no future, so nothing is expected after it. A truncated one would have continued: the critic's
-    value of its last observation is used for the rest. Both reset the sum, because the next tick belongs to another episode.
+    A terminated episode has no future: its discount is 0. A truncated one would have continued: the critic's value of its last
+    observation is used for the rest. Both reset the sum, because the next action belongs to another episode.
     """
-    td_errors = rewards + gamma * next_values * ~terminated - values
-    decay = gamma * gae_lambda * ~(terminated | truncated)
+    td_errors = rewards + discounts * next_values - values
+    decay = discounts * gae_lambda * ~ended
     advantages = np.zeros_like(td_errors)
     advantage = np.zeros_like(td_errors[0])
     for t in reversed(range(len(td_errors))):
@@ -280,15 +283,13 @@ def make_batch(agent: Agent, storage: Storage, scaler: RewardScaler, args: Args)
     normalized_obs = agent.normalize(storage.obs)
     all_values = agent.value(normalized_obs).numpy().astype(np.float64)  # (T + 1, N)
     values, next_values = all_values[:-1], all_values[1:].copy()
-    done = storage.terminated | storage.truncated  # compute_gae ignores the next value of the terminated ones
-    if done.any():
-        next_values[done] = agent.value(agent.normalize(storage.final_obs[torch.from_numpy(done)])).numpy()
+    ended = storage.ended
+    if ended.any():
+        next_values[ended] = agent.value(agent.normalize(storage.final_obs[torch.from_numpy(ended)])).numpy()
 
-    scaler.update(storage.rewards, done, all_gather)
+    scaler.update(storage.rewards, ended, all_gather)
     rewards = storage.rewards * scaler.scale
-    advantages, returns = compute_gae(
-        rewards, values, next_values, storage.terminated, storage.truncated, args.gamma, args.gae_lambda
-    )
+    advantages, returns = compute_gae(rewards, values, next_values, storage.discounts, ended, args.gae_lambda)
     batch = {
         "normalized_obs": normalized_obs[:-1].reshape(-1, OBS_SIZE),
         "actions": storage.actions.reshape(-1, len(ACTION_LOW)),
@@ -384,10 +385,10 @@ def train(args: Args) -> dict:
     torch.set_num_threads(1)  # networks this small gain nothing from more
     envs = make_envs(args)
     stats = RaceStats(envs.track_ids, envs.config["episode"]["maxSteps"])
-    stats.on_reset(run_on_all(envs.reset, seed=args.seed)[1])
+    run_on_all(envs.reset, seed=args.seed)
     agent = make_agent(args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    scaler = RewardScaler(args.gamma, envs.track_lengths)
+    scaler = RewardScaler(args.gamma**args.action_repeat, envs.track_lengths)
     generator = make_generator(args.seed)
     storage = Storage(args.rollout_steps, envs.num_envs)
     parts = {"agent": agent, "optimizer": optimizer, "scaler": scaler}

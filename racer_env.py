@@ -31,10 +31,10 @@ from racer.game.bridge import BridgeError, retry_pause_s
 from racer.game.cars import EmbeddedCars, StuckDetector, as_names, check_actions, make_cars
 from racer.game.checks import excerpt
 from racer.game.config import load_config
-from racer.game.observations import OBS_HIGH, OBS_LOW
+from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
 from racer.game.random_numbers import fleet_seeds
 from racer.game.rewards import REWARD_TERMS, add_reward_terms
-from racer.game.rules import ACTION_HIGH, ACTION_LOW, RESET_INFO, STEP_INFO, TICKS_PER_SECOND
+from racer.game.rules import ACTION_HIGH, ACTION_LOW, RESET_INFO, REWARD_PARTS, STEP_INFO, TICKS_PER_SECOND
 from racer.game.tracks import TRACKS, load_track
 
 ENV_ID = "TopDownRacer-v0"
@@ -99,8 +99,8 @@ class RacerEnv(gym.Env):
 
     After a step the game's keys: the six parts by name, `tick rawSpeed lap checkpoint stepCount wallContact
     stillnessCounter`; after a reset `lap checkpoint stepCount`. `lap` starts at 1 and increases when a lap is completed;
-    `checkpoint` is the last of the 30 gates crossed; `speed` is the reward part, `rawSpeed` the speed. Each of REWARD_TERMS
-    is there by its name.
+    `checkpoint` is the last of the 30 gates crossed; `speed` is the reward part, `rawSpeed` the speed. Also `lapTicks`: how
+    long the lap took that this step completed, else 0. Each of REWARD_TERMS is there by its name.
 
     ## Arguments
 
@@ -159,13 +159,13 @@ class RacerEnv(gym.Env):
             what = "the episode has ended" if self._state == "ended" else "the car is not on the track yet"
             raise ValueError(f"step called, but {what}: call reset() first")
         actions = check_actions(action, (3,))[None]
-        observations, rewards, terminated, truncated, info = self._cars.step(actions)
+        [(observations, rewards, terminated, truncated, info)] = self._cars.step(actions)
         rewards = add_reward_terms(observations, actions, rewards, info)
         truncated = truncated | self._stuck.update(observations)
         if terminated[0] or truncated[0]:
             self._state = "ended"
         if self._camera:
-            self._camera.follow(actions)
+            self._camera.follow(actions, [0])
         info = {key: STEP_INFO.get(key, float)(info[key][0]) for key in (*STEP_INFO, *REWARD_TERMS)}
         return observations[0], float(rewards[0]), bool(terminated[0]), bool(truncated[0]), info
 
@@ -210,7 +210,13 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     Same-step autoreset: when an episode ends, `step` returns the first observation of the next one, and infos["final_obs"],
     infos["final_info"] with their masks `_final_obs`, `_final_info` hold the end of the last, as in Gymnasium's own vector
     environments. (Of the other infos, `lap`, `checkpoint` and `stepCount` are then those of the next episode.)
-    infos["episode"] = {"r" return, "l" length, "t" seconds} with mask `_episode` comes along.
+    infos["episode"] = {"r" return, "l" length in ticks, "t" seconds} with mask `_episode` comes along.
+
+    Action repeat: a step holds the actions for `action_repeat` ticks, and an episode can end at each of them. What a car does
+    after its end, until the step ends, counts nowhere. The reward of a step is the sum of its ticks' rewards, discounted by
+    `gamma` per tick; reward parts in infos are plain sums, `lapTicks` is of a lap completed at any of the ticks, and the
+    other infos are those of the last tick. infos["ticks"] says how many ticks of a car's episode the step took, and
+    infos["discount"] the weight of what comes after: gamma^ticks, or 0 after a termination.
 
     Arguments as in RacerEnv, and
         num_envs     number of cars
@@ -220,6 +226,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         stagger      truncate each car's first episode early, each at another time, so that with many cars not all episodes end
                      in the same tick
         off_road_penalty_scale   multiplies the config's offTrackPenalty: more than 1 makes careful drivers
+        action_repeat   ticks for which a step holds its actions
+        gamma           discount factor per tick, within a step of several
         first_car    for a fleet shared by several processes: car i of this environment is car first_car + i of the fleet, which
                      determines its track and its seed
     reset(seed=s) gives every car a seed of its own, mixed from s and its number: two values of s share no starts. (Gymnasium's
@@ -251,11 +259,15 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         first_car: int = 0,
         stuck_ticks: int = 0,
         off_road_penalty_scale: float = 1.0,
+        action_repeat: int = 1,
+        gamma: float = 1.0,
     ):
+        if not isinstance(action_repeat, (int, np.integer)) or action_repeat < 1:
+            raise ValueError(f"action_repeat is {action_repeat!r}; it must be a number of ticks, 1 or more")
         _check_render_mode(render_mode, track_id, bridge_url)
         self.render_mode, self.from_grid = render_mode, start == "grid"
         self.retries, self.bridge_faults, self._failures_in_a_row = retries, 0, 0
-        self.first_car, self._state = first_car, "new"
+        self.first_car, self._state, self.action_repeat, self.gamma = first_car, "new", action_repeat, gamma
         self.config = load_config(config_path)
         scaled = copy.deepcopy(self.config)
         scaled["weights"]["offTrackPenalty"] *= off_road_penalty_scale
@@ -346,40 +358,60 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         actions = check_actions(actions, (self.num_envs, 3))
         first = None  # observations and info of the episodes that begin in this step
         try:
-            observations, rewards, terminated, truncated, info = self._cars.step(actions)
+            observations, rewards, terminated, done, cut, info = self._hold(actions)
         except BridgeError as error:
             first = self._reconnect(error)
-            observations, rewards, terminated, truncated, info = self._stand_still()
-            cut = done = self._all_cars
+            observations, rewards, terminated, done, cut, info = self._stand_still()
         else:
             self._failures_in_a_row = 0
-            rewards = add_reward_terms(observations, actions, rewards, info)
-            self._returns += rewards
-            self._lengths += 1
-            self._countdown -= 1
-            cut = self._countdown == 0
-            done = terminated | truncated | cut | self._stuck.update(observations)
-            if self._camera:
-                self._camera.follow(actions)
         if done.any() and first is None:
             try:
                 first = self._cars.reset(np.flatnonzero(done))
             except BridgeError as error:
                 first = self._reconnect(error)
                 done, cut = self._all_cars, cut | ~done
-        infos = _with_masks(info, self._all_cars)
+        held = {key: info.pop(key) for key in ("ticks", "discount")}
+        infos = _with_masks(info, self._all_cars) | held
         if first is not None:
             infos |= self._end_episodes(done, cut, observations, info)
             observations = self._begin_next(np.flatnonzero(done), observations, infos, *first)
         self._observations = observations
         self._progress = {key: infos[key] for key in RESET_INFO}
-        return observations.copy(), rewards, terminated, truncated | (done & ~terminated), infos
+        return observations.copy(), rewards, terminated, done & ~terminated, infos
+
+    def _hold(self, actions):
+        """Give every car its action for `action_repeat` ticks, or until its episode ends.
+
+        -> observations, rewards, terminated, done, cut, info. Of a car that is done, the observation is the last of its episode.
+        """
+        running, nobody = self._all_cars, ~self._all_cars
+        rewards, discount, terminated, cut, info = np.zeros(self.num_envs), np.ones(self.num_envs), nobody, nobody, {}
+        last_observations = np.zeros((self.num_envs, OBS_SIZE), np.float32)
+        began, observing = self._lengths.copy(), self._stuck.limit > 0 or bool(REWARD_TERMS)
+        for seen, reward, dead, timed_out, now in self._cars.step(actions, self.action_repeat, observing):
+            reward = add_reward_terms(seen, actions, reward, now)
+            rewards += running * discount * reward
+            discount = np.where(running, discount * self.gamma, discount)
+            self._returns += running * reward
+            self._lengths += running
+            self._countdown -= running
+            info = _add_tick(info, now, running)
+            if self._camera:
+                self._camera.follow(actions, np.flatnonzero(running))
+            out_of_time = self._countdown == 0
+            ends = running & (dead | timed_out | out_of_time | self._stuck.update(seen))
+            if ends.any():
+                terminated, cut = terminated | (ends & dead), cut | (ends & out_of_time)
+                last_observations[ends] = self._cars.observe(np.flatnonzero(ends)) if seen is None else seen[ends]
+                running = running & ~ends
+        info |= {"ticks": self._lengths - began, "discount": discount * ~terminated}
+        return np.where(running[:, None], seen, last_observations), rewards, terminated, ~running, cut, info
 
     def _stand_still(self):
-        """A step in which nothing happens: observations, rewards, terminated, truncated, info."""
+        """A step in which nothing happens and all episodes end, as from `_hold`."""
         info = {key: np.zeros(self.num_envs, STEP_INFO.get(key, float)) for key in (*STEP_INFO, *REWARD_TERMS)}
-        nobody = np.zeros(self.num_envs, bool)
-        return self._observations, np.zeros(self.num_envs), nobody, nobody, info | self._progress
+        info |= {**self._progress, "ticks": np.zeros(self.num_envs, np.int64), "discount": np.ones(self.num_envs)}
+        return self._observations, np.zeros(self.num_envs), ~self._all_cars, self._all_cars, self._all_cars, info
 
     def _reconnect(self, error: BridgeError):
         """New connections, and new episodes on all of them. -> observations, info. Raises the error if no retry is left.
@@ -455,6 +487,17 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._state = "closed"
         if hasattr(self, "_cars"):
             self._cars.close()
+
+
+def _add_tick(info: dict, now: dict, running: np.ndarray) -> dict:
+    """The info of a step, and that of its next tick for the cars that are still running: reward parts and `lapTicks` add up."""
+    if not info:
+        return now
+    sums, everyone = {*REWARD_PARTS, *REWARD_TERMS, "lapTicks"}, running.all()
+    return {
+        key: info[key] + running * value if key in sums else value if everyone else np.where(running, value, info[key])
+        for key, value in now.items()
+    }
 
 
 def _with_masks(info: dict[str, np.ndarray], mask: np.ndarray) -> dict:

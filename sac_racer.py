@@ -42,7 +42,6 @@ from racer.training.fleet import make_envs
 from racer.training.processes import all_gather, average_gradients, make_generator, run_on_all, world_size
 from racer.training.reward_scaler import RewardScaler
 from racer.training.run import Run
-from racer_env import RacerVectorEnv
 
 # == Args ==============================================================================================================
 
@@ -252,29 +251,7 @@ def squashed_sample(mean, log_std, noise):
     return torch.tanh(u), logprobs.sum(-1)
 
 
-# == Driving and the replay buffer =====================================================================================
-
-
-def hold_action(envs: RacerVectorEnv, actions: torch.Tensor, ticks: int, gamma: float, stats: RaceStats) -> dict:
-    """Give every car its action (N, 3) for some ticks. What happens after the end of an episode does not count.
-
-    -> next_obs (N, 14), of an ended episode its last observation; rewards (N,), discounted and summed over the ticks; discounts
-    (N,), the weight of what comes after: gamma^ticks, or 0 after a termination; ended (N,)
-    """
-    boxed, next_obs = to_box(actions).numpy(), np.zeros((envs.num_envs, OBS_SIZE), np.float32)
-    rewards, discounts = np.zeros(envs.num_envs), np.ones(envs.num_envs)
-    terminated, running = np.zeros(envs.num_envs, bool), np.ones(envs.num_envs, bool)
-    for _ in range(ticks):
-        obs, reward, term, trunc, infos = envs.step(boxed)
-        stats.step(infos)
-        rewards += running * discounts * reward
-        discounts[running] *= gamma
-        terminated |= running & term
-        for i in np.flatnonzero(running & (term | trunc)):
-            next_obs[i] = infos["final_obs"][i]
-        running &= ~(term | trunc)
-    next_obs[running] = obs[running]
-    return {"next_obs": next_obs, "rewards": rewards, "discounts": discounts * ~terminated, "ended": ~running}
+# == Exploration noise and the replay buffer ===========================================================================
 
 
 class Noise:
@@ -308,12 +285,15 @@ class ReplayBuffer:
         self.ended = torch.zeros(self.rows, num_envs, dtype=torch.bool)
         self.filled = self.head = 0  # number of rows, and where the next one goes
 
-    def add(self, obs, actions, transition: dict) -> None:
-        """One action of all cars, and what it led to."""
+    def add(self, obs, actions, rewards, next_obs, ended, infos: dict) -> None:
+        """One action of all cars, and what it led to. Of an ended episode, the last observation is in infos."""
         t = self.head
         self.obs[t], self.actions[t] = obs, actions
-        for name, values in transition.items():
+        arrays = {"rewards": rewards, "next_obs": next_obs, "ended": ended, "discounts": infos["discount"]}
+        for name, values in arrays.items():
             getattr(self, name)[t] = torch.from_numpy(values)
+        for i in np.flatnonzero(ended):
+            self.next_obs[t, i] = torch.from_numpy(infos["final_obs"][i])
         self.head, self.filled = (t + 1) % self.rows, min(self.filled + 1, self.rows)
 
     def sample(self, count: int, n_step: int, scale, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -340,7 +320,7 @@ class ReplayBuffer:
             "next_obs": self.next_obs.view(-1, OBS_SIZE)[last],
         }
 
-    def on_reset(self, infos: dict) -> None:
+    def on_reset(self) -> None:
         """What comes next does not follow from the last row."""
         self.ended[self.head - 1] = True
 
@@ -445,7 +425,7 @@ def train(args: Args) -> dict:
     torch.set_num_threads(1)  # the other core drives the cars
     envs = make_envs(args)
     stats = RaceStats(envs.track_ids, envs.config["episode"]["maxSteps"])
-    stats.on_reset(run_on_all(envs.reset, seed=args.seed)[1])
+    run_on_all(envs.reset, seed=args.seed)
     agent = make_agent(args)
     actor_optimizer, critic_optimizer = make_optimizers(agent, args)
     scaler = RewardScaler(args.gamma**args.action_repeat, envs.track_lengths)
@@ -466,16 +446,17 @@ def train(args: Args) -> dict:
                 obs = torch.from_numpy(envs.observations)
                 with run.clock("policy"), torch.no_grad():
                     actions, _ = agent.sample(agent.normalize(obs), noise.draw(generator))
-                driving = other_core.submit(hold_action, envs, actions, args.action_repeat, args.gamma, stats)
+                driving = other_core.submit(envs.step, to_box(actions).numpy())
                 if args.updates > 0 and buffer.filled >= rows_before_learning:
                     with run.clock("learning"):
                         samples = buffer.sample(args.updates * batch_size, args.n_step, scaler.scale, generator)
                         history.append(update(agent, actor_optimizer, critic_optimizer, samples, args, generator))
                         run.check(history[-1])
                 with run.clock("environment"):
-                    transition = driving.result()
-                buffer.add(obs, actions, transition)
-                scaler.update(transition["rewards"][None], transition["ended"][None], all_gather)
+                    next_obs, rewards, terminated, truncated, infos = driving.result()
+                stats.step(infos)
+                buffer.add(obs, actions, rewards, next_obs, terminated | truncated, infos)
+                scaler.update(rewards[None], (terminated | truncated)[None], all_gather)
             metrics = {name: float(np.mean([m[name] for m in history])) for name in history[0]} if history else {}
             run.advance(args.actions_per_iteration * args.steps_per_action, metrics)
             if run.due(args.eval_every):

@@ -381,7 +381,7 @@ def test_after_a_fault_the_episodes_are_staggered_again(good_bridge, no_pauses, 
     envs.reset()
     real, ends = BridgeCars.step, []
 
-    def gone(cars, actions):
+    def gone(cars, actions, *how):
         monkeypatch.setattr(BridgeCars, "step", real)
         raise BridgeError("gone")
 

@@ -368,6 +368,39 @@ def test_one_car_is_stuck_after_the_same_time():
         RacerEnv(stuck_ticks=-1)
 
 
+@pytest.mark.parametrize("on_bridge", [False, True])
+def test_an_action_is_held_for_some_ticks_and_nothing_after_an_end_counts(on_bridge, good_bridge, tmp_path):
+    """Against single cars that are given the action in every tick. One is truncated, the other terminated, both within a step."""
+    config = short_episodes(tmp_path, 10, stillnessTimeoutTicks=7)
+    url = good_bridge.url if on_bridge else None
+    envs = RacerVectorEnv(2, config_path=config, bridge_url=url, action_repeat=4, gamma=0.5)
+    singles, actions, ends = [RacerEnv(config_path=config) for _ in range(2)], np.array([[0.1, 1, 0], [0, 0, 1.0]]), []
+    envs.reset(seed=0), [single.reset(seed=0) for single in singles]
+    for _ in range(12):
+        observations, rewards, terminated, truncated, infos = envs.step(actions)
+        for i, single in enumerate(singles):
+            total, discount, ticks, wall = 0.0, 1.0, 0, 0.0
+            for _ in range(4):
+                last, reward, *end, info = single.step(actions[i])
+                total, discount, ticks = total + discount * reward, discount * 0.5, ticks + 1
+                wall += info["progress"]
+                if any(end):
+                    break
+            assert rewards[i] == pytest.approx(total, abs=1e-12) and infos["progress"][i] == pytest.approx(
+                wall, abs=1e-12
+            )
+            assert [terminated[i], truncated[i]] == end and infos["ticks"][i] == ticks
+            assert infos["discount"][i] == (0 if end[0] else discount)
+            if any(end):
+                ends.append((i, *end, ticks))
+                np.testing.assert_array_equal(infos["final_obs"][i], last)
+                assert infos["final_info"]["stepCount"][i] == info["stepCount"] == infos["episode"]["l"][i]
+                last, _ = single.reset()
+            np.testing.assert_array_equal(observations[i], last)
+    assert set(ends) == {(0, False, True, 2), (1, True, False, 3)}
+    envs.close()
+
+
 def test_what_infos_hold_is_the_user_s_own(short):
     """Writing into anything a step returned changes nothing in the cars."""
     a, b = (RacerVectorEnv(3, config_path=short) for _ in range(2))

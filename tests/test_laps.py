@@ -32,19 +32,14 @@ from racer_env import RacerVectorEnv
 # -- laps and episodes -------------------------------------------------------------------------------------------------
 
 
-def make_infos(lap, checkpoint, count, ended=None, final=None, returns=None, cut=None, progress=0.001):
-    n = len(lap)
-    infos = {"lap": np.array(lap), "checkpoint": np.array(checkpoint), "stepCount": np.array(count)}
+def make_infos(laps, progress=0.001, ticks=1, lengths=None, returns=None, cut=False):
+    """laps: ticks of the lap that each car completed, or 0. lengths: ticks of the episode that each car ended, or 0."""
+    n = len(laps)
+    infos = {"lapTicks": np.array(laps), "ticks": np.full(n, ticks)}
     infos |= {part: np.full(n, progress if part == "progress" else 0.0) for part in REWARD_PARTS}
-    if ended is not None:
-        mask = np.array(ended)
-        infos["_final_info"] = mask
-        infos["final_info"] = {key: np.where(mask, value, 0) for key, value in final.items()}
-        infos["final_info"] |= {part: np.where(mask, 0.5 if part == "wall" else 0.0, 0.0) for part in REWARD_PARTS}
-        for part in REWARD_PARTS:
-            infos[part] = np.where(mask, infos["final_info"][part], infos[part])
-        infos["episode"] = {"r": np.array(returns), "l": np.where(mask, final["stepCount"], 0), "t": np.zeros(n)}
-        infos["episode"]["cut"] = np.zeros(n, bool) if cut is None else np.array(cut)
+    if lengths is not None:
+        infos["_final_info"] = np.array(lengths) > 0
+        infos["episode"] = {"r": np.array(returns), "l": np.array(lengths), "cut": np.zeros(n, bool) | cut}
     return infos
 
 
@@ -55,13 +50,10 @@ def logged(stats, tmp_path, *others):
     return logger.dump(0)
 
 
-def test_a_lap_finished_in_the_last_tick_counts_and_the_next_episode_starts_afresh(tmp_path):
+def test_laps_and_episodes_are_counted_also_in_the_same_step(tmp_path):
     stats = RaceStats(["track-01"] * 2, 3000)
-    stats.step(make_infos([1, 1], [29, 5], [499, 499]))
-    final = {"lap": np.array([2, 0]), "checkpoint": np.array([0, 0]), "stepCount": np.array([500, 0])}
-    stats.step(make_infos([1, 1], [0, 6], [0, 500], ended=[True, False], final=final, returns=[3.0, 0.0]))
-    stats.step(make_infos([1, 1], [29, 7], [300, 800]))
-    stats.step(make_infos([2, 1], [0, 7], [310, 810]))
+    stats.step(make_infos([500, 0], lengths=[500, 0], returns=[3.0, 0.0]))
+    stats.step(make_infos([310, 0]))
     values = logged(stats, tmp_path)
     assert values["racer/mean_lap_time_sec"] == pytest.approx((500 + 310) / 2 / TICKS_PER_SECOND)
     assert values["racer/completion_rate"] == 1.0 and values["racer/episodes_this_rollout"] == 1
@@ -69,25 +61,23 @@ def test_a_lap_finished_in_the_last_tick_counts_and_the_next_episode_starts_afre
 
 def test_what_did_not_happen_is_not_logged_and_accumulators_clear(tmp_path):
     stats = RaceStats(["track-01"] * 1, 3000)
-    stats.step(make_infos([1], [0], [1], progress=0.25))
+    stats.step(make_infos([0], progress=0.25))
     values = logged(stats, tmp_path)
     assert set(values) == {f"reward/{part}" for part in REWARD_PARTS}
     assert values["reward/progress"] == 0.25
-    stats.step(make_infos([1], [0], [2], progress=0.75))
+    stats.step(make_infos([0], progress=0.75))
     assert logged(stats, tmp_path)["reward/progress"] == 0.75
 
 
-def test_reward_parts_count_the_last_tick_of_an_episode_too(tmp_path):
+def test_reward_parts_are_means_per_tick_whatever_a_step_holds(tmp_path):
     stats = RaceStats(["track-01"] * 2, 3000)
-    final = {"lap": np.array([1, 0]), "checkpoint": np.array([3, 0]), "stepCount": np.array([9, 0])}
-    stats.step(make_infos([1, 1], [0, 3], [0, 9], ended=[True, False], final=final, returns=[1.0, 0.0]))
-    assert logged(stats, tmp_path)["reward/wall"] == pytest.approx(0.5 / 2)
+    stats.step(make_infos([0, 0], progress=4.0, ticks=4))
+    assert logged(stats, tmp_path)["reward/progress"] == 1.0
 
 
 def test_a_cut_episode_and_an_early_end_each_stand_for_themselves(tmp_path):
     stats = RaceStats(["track-01"] * 2, 3000)
-    final = {"lap": np.array([1, 1]), "checkpoint": np.array([3, 3]), "stepCount": np.array([180, 100])}
-    stats.step(make_infos([1, 1], [0, 0], [0, 0], [True, True], final, returns=[-0.5, 0.2], cut=[False, True]))
+    stats.step(make_infos([0, 0], lengths=[180, 100], returns=[-0.5, 0.2], cut=[False, True]))
     values = logged(stats, tmp_path)
     assert values["rollout/ep_rew_mean"] == pytest.approx((-0.5 + 0.002 * 3000) / 2)
     assert values["rollout/ep_len_mean"] == pytest.approx((180 + 3000) / 2)
@@ -96,33 +86,29 @@ def test_a_cut_episode_and_an_early_end_each_stand_for_themselves(tmp_path):
 @pytest.mark.parametrize(("ticks", "expected"), [(1000, None), (1600, 0.5)])
 def test_cut_episodes_count_for_completion_by_their_length_not_by_their_luck(tmp_path, ticks, expected):
     stats = RaceStats(["track-01"] * 10, 3000)
-    half = [True] * 5 + [False] * 5
-    stats.step(make_infos([1] * 10, [29] * 10, [500] * 10))
-    stats.step(make_infos(np.where(half, 2, 1), np.where(half, 0, 29), [501] * 10))
-    final = {key: np.full(10, value) for key, value in (("lap", 2), ("checkpoint", 3), ("stepCount", ticks))}
-    stats.step(make_infos([1] * 10, [0] * 10, [0] * 10, [True] * 10, final, returns=[1.0] * 10, cut=[True] * 10))
+    stats.step(make_infos([501] * 5 + [0] * 5))
+    stats.step(make_infos([0] * 10, lengths=[ticks] * 10, returns=[1.0] * 10, cut=True))
     assert logged(stats, tmp_path).get("racer/completion_rate") == expected
 
 
 def test_whole_episodes_give_the_plain_means_of_the_last_hundred(tmp_path):
     stats = RaceStats(["track-01"] * 1, 1000)
     for i in range(150):
-        final = {"lap": np.array([1]), "checkpoint": np.array([3]), "stepCount": np.array([10 + i])}
-        stats.step(make_infos([1], [0], [0], [True], final, returns=[float(i)]))
+        stats.step(make_infos([0], lengths=[10 + i], returns=[float(i)]))
     values = logged(stats, tmp_path)
     assert values["rollout/ep_rew_mean"] == pytest.approx(np.mean(range(50, 150)))
     assert values["rollout/ep_len_mean"] == pytest.approx(10 + np.mean(range(50, 150)))
     assert values["racer/completion_rate"] == 0.0
 
 
-@pytest.mark.parametrize("start", ["grid", "anywhere"])
-def test_real_laps_are_timed_as_the_engine_times_them(start, tmp_path):
+@pytest.mark.parametrize(("start", "repeat"), [("grid", 1), ("anywhere", 1), ("anywhere", 4)])
+def test_real_laps_are_timed_as_the_engine_times_them(start, repeat, tmp_path):
     """Six cars on two tracks, short episodes: every lap the engine counts is timed, and nothing else is."""
     config = short_episodes(tmp_path, 1300)
-    envs = RacerVectorEnv(6, ["track-01", "track-02"], config, start=start, stagger=True)
+    tracks = ["track-01", "track-02"]
+    envs = RacerVectorEnv(6, tracks, config, start=start, stagger=True, action_repeat=repeat)
     stats = RaceStats(["track-01"] * 6, 1300)
-    observations, infos = envs.reset(seed=3)
-    stats.on_reset(infos)
+    observations, _ = envs.reset(seed=3)
     sim, engine_laps = envs._cars.sim, []
     counted = sim.cross_gates
 
@@ -132,25 +118,27 @@ def test_real_laps_are_timed_as_the_engine_times_them(start, tmp_path):
         engine_laps.extend((sim.lap_ticks[sim.lap > before] / TICKS_PER_SECOND).tolist())
 
     sim.cross_gates = cross_gates
-    for _ in range(2800):
+    for _ in range(2800 // repeat):
         observations, *_, infos = envs.step(drive(observations))
         stats.step(infos)
     assert len(engine_laps) > 6
     rollout = stats.take()
-    assert [seconds for _, seconds in rollout["laps"]] == engine_laps
+    timed = [seconds for _, seconds in rollout["laps"]]
+    assert timed == engine_laps if repeat == 1 else sorted(timed) == sorted(engine_laps)
     assert len(rollout["episodes"]) >= 12
 
 
 def test_stats_state_continues(tmp_path):
-    def feed(stats, ticks):
-        for t in ticks:
-            stats.step(make_infos([1 + t // 100] * 2, [0 if t % 100 == 0 else 29] * 2, [t, t]))
+    def feed(stats, steps):
+        for t in steps:
+            ends = {"lengths": [t, 0], "returns": [1.0, 0.0]} if t % 40 == 0 else {}
+            stats.step(make_infos([0, 100 + t if t % 70 == 0 else 0], **ends))
 
     whole, first, second = (RaceStats(["track-01"] * 2, 3000) for _ in range(3))
     feed(whole, range(1, 150)), logged(whole, tmp_path), feed(whole, range(150, 260))
     feed(first, range(1, 150)), logged(first, tmp_path)
     second.set_state(first.get_state())
-    assert second.best_lap_sec == first.best_lap_sec == 100 / TICKS_PER_SECOND
+    assert second.best_lap_sec == first.best_lap_sec == 170 / TICKS_PER_SECOND
     feed(second, range(150, 260))
     assert logged(second, tmp_path) == logged(whole, tmp_path)
 
@@ -159,18 +147,10 @@ def test_what_happened_in_another_process_counts_as_ones_own(tmp_path):
     """Four cars in one process, or two each in two: the same is logged."""
 
     def feed(stats, cars):
-        n = len(cars)
-        stats.step(make_infos([1] * n, [29] * n, [400 + c for c in cars]))
-        stats.step(make_infos([2] * n, [0] * n, [480 + 2 * c for c in cars], progress=0.5))
-        final = {key: np.array([value] * n) for key, value in (("lap", 2), ("checkpoint", 3), ("stepCount", 500))}
-        returns = list(map(float, cars))
-        stats.step(make_infos([1] * n, [0] * n, [0] * n, [True] * n, final, returns=returns))
+        stats.step(make_infos([480 + 2 * c for c in cars], progress=0.5))
+        stats.step(make_infos([0] * len(cars), lengths=[500] * len(cars), returns=list(map(float, cars))))
 
-    whole, first, second = (
-        RaceStats(["track-01"] * 4, 3000),
-        RaceStats(["track-01"] * 2, 3000),
-        RaceStats(["track-01"] * 2, 3000),
-    )
+    whole, first, second = (RaceStats(["track-01"] * n, 3000) for n in (4, 2, 2))
     feed(whole, [0, 1, 2, 3]), feed(first, [0, 1]), feed(second, [2, 3])
     assert logged(first, tmp_path / "b", second) == pytest.approx(logged(whole, tmp_path / "a"))
     assert first.best_lap_sec == whole.best_lap_sec == 8.0
@@ -179,8 +159,7 @@ def test_what_happened_in_another_process_counts_as_ones_own(tmp_path):
 
 def test_lap_times_of_several_tracks_are_not_mixed(tmp_path):
     stats = RaceStats(["track-01", "track-02"], 3000)
-    stats.step(make_infos([1, 1], [29, 29], [499, 899]))
-    stats.step(make_infos([2, 2], [0, 0], [500, 900]))
+    stats.step(make_infos([500, 900]))
     values = logged(stats, tmp_path)
     for track, ticks in (("track-01", 500), ("track-02", 900)):
         assert values[f"racer/{track}/best_lap_time_sec"] == pytest.approx(ticks / TICKS_PER_SECOND)
@@ -191,8 +170,8 @@ def test_lap_times_of_several_tracks_are_not_mixed(tmp_path):
 def test_an_episode_of_no_ticks_is_none(tmp_path):
     """A bridge can fail before the first one."""
     stats = RaceStats(["track-01"] * 1, 3000)
-    final = {"lap": np.array([1]), "checkpoint": np.array([0]), "stepCount": np.array([0])}
-    stats.step(make_infos([1], [0], [0], [True], final, returns=[0.0], cut=[True]))
+    infos = make_infos([0], lengths=[0], returns=[0.0], cut=True)
+    stats.step(infos | {"_final_info": np.array([True])})
     assert "rollout/ep_rew_mean" not in logged(stats, tmp_path)
 
 

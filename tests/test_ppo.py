@@ -73,16 +73,16 @@ def gae_by_definition(rewards, values, next_values, terminated, truncated):
 def test_gae_is_its_double_sum_and_the_wrong_variants_differ():
     rewards, values, next_values, terminated, truncated = data = random_rollout()
     assert terminated.any() and truncated.any()
-    advantages, returns = compute_gae(*data, GAMMA, LAMBDA)
+    ends, nobody = terminated | truncated, np.zeros_like(terminated)
+    advantages, returns = compute_gae(rewards, values, next_values, GAMMA * ~terminated, ends, LAMBDA)
     np.testing.assert_allclose(advantages, gae_by_definition(*data), atol=1e-12)
     np.testing.assert_allclose(returns, advantages + values, atol=1e-12)
-    ends, nobody = terminated | truncated, np.zeros_like(terminated)
     for wrong in (
-        (rewards, values, next_values, ends, nobody),  # truncation is termination
-        (rewards, values, next_values, nobody, ends),  # termination is truncation
-        (rewards, values, next_values * ~terminated, nobody, nobody),  # lambda is not cut
+        (GAMMA * ~ends, ends),  # truncation is termination
+        (GAMMA * ~nobody, ends),  # termination is truncation
+        (GAMMA * ~terminated, nobody),  # lambda is not cut
     ):
-        assert np.abs(advantages - compute_gae(*wrong, GAMMA, LAMBDA)[0]).max() > 0.1
+        assert np.abs(advantages - compute_gae(rewards, values, next_values, *wrong, LAMBDA)[0]).max() > 0.1
 
 
 def test_with_lambda_1_returns_are_discounted_sums_of_rewards():
@@ -91,7 +91,7 @@ def test_with_lambda_1_returns_are_discounted_sums_of_rewards():
     last[-1] = True
     values = np.random.default_rng(2).normal(size=(6, 3))
     next_values = np.concatenate([values[1:], values[:1]])
-    _, returns = compute_gae(rewards, values, next_values, last, ~last & False, GAMMA, 1.0)
+    _, returns = compute_gae(rewards, values, next_values, GAMMA * ~last, last, 1.0)
     np.testing.assert_allclose(returns[0], sum(GAMMA**t * rewards[t] for t in range(6)))
 
 
@@ -99,16 +99,15 @@ def test_a_batch_is_of_scaled_rewards_each_kind_of_end_and_values_of_true_last_o
     agent, storage, scaler, seen = Agent(), Storage(3, 2), RewardScaler(0.9, np.array([1000.0, 2000.0])), []
     rng = np.random.default_rng(0)
     storage.obs[:], storage.rewards[:] = torch.randn(4, 2, OBS_SIZE), rng.normal(size=(3, 2))
-    storage.terminated[2, 0] = storage.truncated[1, 1] = True
+    storage.ended[2, 0] = storage.ended[1, 1] = True
     final = rng.normal(size=(1, OBS_SIZE)).astype(np.float32)
     storage.final_obs[1, 1] = torch.from_numpy(final[0])
     monkeypatch.setattr(ppo_racer, "compute_gae", lambda *a: (seen.append(a), compute_gae(*a))[1])
-    batch, _ = make_batch(agent, storage, scaler, Args(gamma=0.8, gae_lambda=0.7))
-    ((rewards, values, next_values, *ends, gamma, gae_lambda),) = seen
+    batch, _ = make_batch(agent, storage, scaler, Args(gae_lambda=0.7))
+    ((rewards, values, next_values, discounts, ended, gae_lambda),) = seen
     np.testing.assert_allclose(rewards, storage.rewards * scaler.scale)
     np.testing.assert_allclose(scaler.returns, [0, storage.rewards[2, 1] * 2000], err_msg="reset at either end")
-    assert (gamma, gae_lambda) == (0.8, 0.7)
-    assert ends[0] is storage.terminated and ends[1] is storage.truncated
+    assert discounts is storage.discounts and ended is storage.ended and gae_lambda == 0.7
     advantages, returns = compute_gae(*seen[0])
     for name, expected in (("advantages", advantages), ("returns", returns)):
         np.testing.assert_allclose(batch[name], expected.reshape(-1), rtol=1e-6)
@@ -139,22 +138,28 @@ STILL = {"stillnessTimeoutTicks": 5, "stillnessSpeedThreshold": 999.0}
 @pytest.mark.parametrize(("changes", "every"), [({}, 7), (STILL, 5)])
 def test_rollout_stores_what_was_seen_and_given_and_each_kind_of_end(tmp_path, changes, every):
     config = short_episodes(tmp_path, 7, **changes)
-    storage = do_rollout(RacerVectorEnv(3, config_path=config), Agent())
+    storage = do_rollout(RacerVectorEnv(3, config_path=config, gamma=0.9), Agent())
     again = RacerVectorEnv(3, config_path=config)
     obs, _ = again.reset(seed=0)
     for t in range(20):
         np.testing.assert_array_equal(storage.obs[t], obs)
-        obs, *rest, infos = again.step(storage.actions[t].numpy())
-        for stored, value in zip((storage.rewards, storage.terminated, storage.truncated), rest, strict=True):
+        obs, rewards, terminated, truncated, infos = again.step(storage.actions[t].numpy())
+        expected = (
+            (storage.rewards, rewards),
+            (storage.discounts, 0.9 * ~terminated),
+            (storage.ended, terminated | truncated),
+        )
+        for stored, value in expected:
             np.testing.assert_array_equal(stored[t], value)
         if "final_obs" in infos:
             assert (t + 1) % every == 0
             np.testing.assert_array_equal(storage.final_obs[t], np.stack(infos["final_obs"]))
     np.testing.assert_array_equal(storage.obs[20], obs)
-    assert (storage.terminated.sum(), storage.truncated.sum()) == ((12, 0) if every == 5 else (0, 6))
+    assert (storage.ended.sum(), (storage.discounts == 0).sum()) == ((12, 12) if every == 5 else (6, 0))
 
 
 def test_stored_logprobs_are_those_of_the_actions_that_were_given():
+    torch.manual_seed(0)
     agent = Agent(init_std=0.4)
     storage = do_rollout(RacerVectorEnv(4), agent)
     with torch.no_grad():

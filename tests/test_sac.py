@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from callbacks_lite import read_csv
 from racer.game.observations import OBS_SIZE
 from racer.game.rules import ACTION_HIGH, ACTION_LOW
 from racer.training.evaluation import full_throttle
+from racer_env import RacerVectorEnv
 from sac_racer import (
     Agent,
     Args,
@@ -25,7 +25,6 @@ from sac_racer import (
     actor_loss,
     alpha_loss,
     critic_loss,
-    hold_action,
     make_optimizers,
     soft_target,
     squashed_sample,
@@ -133,9 +132,9 @@ def fill(buffer: ReplayBuffer, ticks: int, terminated=(), truncated=()) -> None:
     for k in range(ticks):
         obs = torch.full((n, OBS_SIZE), 10.0 * k) + torch.arange(n)[:, None]
         ends = [np.array([(k, i) in which for i in range(n)]) for which in (terminated, truncated)]
-        transition = {"next_obs": obs.numpy() + 0.5, "rewards": np.full(n, k + 1.0)}
-        transition |= {"discounts": 0.5 * ~ends[0], "ended": ends[0] | ends[1]}
-        buffer.add(obs, torch.full((n, 3), k / 100), transition)
+        ended, infos = ends[0] | ends[1], {"discount": 0.5 * ~ends[0], "final_obs": obs.numpy() + 0.5}
+        next_obs = np.where(ended[:, None], -1.0, obs.numpy() + 0.5)  # after an end, the first of the next episode
+        buffer.add(obs, torch.full((n, 3), k / 100), np.full(n, k + 1.0), next_obs, ended, infos)
 
 
 def drawn(buffer: ReplayBuffer, n_step: int, count: int = 4000, scale=None) -> dict:
@@ -177,7 +176,7 @@ def test_the_ring_forgets_the_oldest_and_windows_never_cross_its_seam():
 def test_after_a_reset_nothing_follows_from_the_last_actions():
     buffer = ReplayBuffer(24, 2)
     fill(buffer, 3)
-    buffer.on_reset({})
+    buffer.on_reset()
     fill(buffer, 3)
     assert drawn(buffer, n_step=3)[20] == [3.0, 0.5, 20.5], "cut short, and what followed is valued"
     with pytest.raises(ValueError, match=r"--noise-memory is 1\.0"):
@@ -226,38 +225,6 @@ def test_rewards_are_scaled_by_car_when_they_are_drawn():
 
 
 # -- driving -----------------------------------------------------------------------------------------------------------
-
-
-class Script:
-    """An environment of two cars that counts ticks; car 1 terminates in tick 2, car 0 is truncated in tick 3."""
-
-    num_envs = 2
-
-    def __init__(self):
-        self.tick, self.given = 0, []
-
-    def step(self, inputs):
-        self.tick += 1
-        self.given.append(inputs)
-        term, trunc = np.array([False, self.tick == 2]), np.array([self.tick == 3, False])
-        obs = np.full((2, OBS_SIZE), float(self.tick), np.float32)
-        infos, done = {}, term | trunc
-        if done.any():
-            final = np.full(2, None, dtype=object)
-            for i in np.flatnonzero(done):
-                final[i] = np.full(OBS_SIZE, 100.0 + self.tick, np.float32)
-            infos = {"final_obs": final, "_final_obs": done}
-        return obs, np.array([1.0, 10.0]), term, trunc, infos
-
-
-def test_an_action_is_held_for_some_ticks_and_nothing_of_the_next_episode_counts():
-    env, actions, seen = Script(), torch.tensor([[0.1, 1.0, -1.0], [0.2, 1.0, -1.0]]), []
-    transition = hold_action(env, actions, 4, 0.5, SimpleNamespace(step=seen.append))
-    assert len(env.given) == len(seen) == 4 and all((given == to_box(actions).numpy()).all() for given in env.given)
-    np.testing.assert_allclose(transition["rewards"], [1 + 0.5 + 0.25, 10 + 5])
-    np.testing.assert_allclose(transition["discounts"], [0.5**3, 0], err_msg="the ticks that were driven; no future")
-    assert transition["ended"].tolist() == [True, True]
-    assert transition["next_obs"][:, 0].tolist() == [103, 102]
 
 
 def test_every_tick_reaches_the_buffer_as_it_was(tmp_path, monkeypatch):
@@ -353,13 +320,8 @@ def test_it_learns_to_drive_laps(tmp_path):
 
 def test_the_tags_of_a_real_run_are_the_promised_ones(tmp_path, monkeypatch):
     """The hand-written driver drives, so that there are laps at once."""
-    real = sac_racer.hold_action
-
-    def hold(envs, _, *rest):
-        steer, throttle, brake = full_throttle(envs.observations).T
-        return real(envs, torch.tensor(np.stack([steer, 2 * throttle - 1, 2 * brake - 1], axis=1)), *rest)
-
-    monkeypatch.setattr(sac_racer, "hold_action", hold)
+    real = RacerVectorEnv.step
+    monkeypatch.setattr(RacerVectorEnv, "step", lambda envs, _: real(envs, full_throttle(envs.observations)))
     monkeypatch.setattr(Agent, "drive", lambda self, obs: full_throttle(obs))
     config = short_episodes(tmp_path, 1000)
     result = train(
@@ -397,29 +359,30 @@ def test_an_error_while_driving_or_learning_ends_the_run_with_that_error(tmp_pat
     def broken(*_):
         raise ZeroDivisionError("on purpose")
 
-    for name in ("update", "hold_action"):
+    for owner, name in ((sac_racer, "update"), (RacerVectorEnv, "step")):
         with monkeypatch.context() as patch:
-            patch.setattr(sac_racer, name, broken)
+            patch.setattr(owner, name, broken)
             with pytest.raises(ZeroDivisionError, match="on purpose"):
                 train(small(tmp_path))
 
 
 def test_the_networks_learn_while_the_cars_drive(tmp_path, monkeypatch):
-    """Every hold_action waits for the update beside it: one after the other they would wait for ever."""
+    """Every step of the cars waits for the update beside it: one after the other they would wait for ever."""
     learned, waits = threading.Event(), []
-    real_hold, real_update = sac_racer.hold_action, sac_racer.update
+    real_step, real_update = RacerVectorEnv.step, sac_racer.update
 
-    def waiting_hold(*arguments):
-        waits.append(len(waits) < 8 or learned.wait(20))  # 8 actions of 64 steps before learning starts
-        learned.clear()
-        return real_hold(*arguments)
+    def waiting_step(envs, actions):
+        if envs.num_envs > 1:  # not in an evaluation
+            waits.append(len(waits) < 8 or learned.wait(20))  # 8 actions of 64 steps before learning starts
+            learned.clear()
+        return real_step(envs, actions)
 
     def telling_update(*arguments):
         losses = real_update(*arguments)
         learned.set()
         return losses
 
-    monkeypatch.setattr(sac_racer, "hold_action", waiting_hold)
+    monkeypatch.setattr(RacerVectorEnv, "step", waiting_step)
     monkeypatch.setattr(sac_racer, "update", telling_update)
     train(small(tmp_path, total_timesteps=1024))
     assert len(waits) == 16 and all(waits)

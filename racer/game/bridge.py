@@ -2,7 +2,8 @@
 
     cars = BridgeCars(8, ["track-01"], DEFAULT_CONFIG, ["ws://localhost:9876", "ws://localhost:9877"])
     observations, info = cars.reset(np.arange(8))
-    observations, rewards, terminated, truncated, info = cars.step(np.tile([0.0, 1.0, 0.0], (8, 1)))
+    for observations, rewards, terminated, truncated, info in cars.step(np.tile([0.0, 1.0, 0.0], (8, 1)), ticks=4):
+        ...
 
 A fault of the bridge raises BridgeError, which names the connection and what is wrong with the reply. RacerVectorEnv, in
 racer_env.py, reconnects.
@@ -23,7 +24,7 @@ import websocket
 
 from racer.game.checks import excerpt, is_finite
 from racer.game.observations import ARC, CENTRELINE, OBS_HIGH, OBS_LOW, OBS_NAMES, OBS_SIZE
-from racer.game.rules import CENTRELINE_RANGE, RESET_INFO, STEP_INFO
+from racer.game.rules import CENTRELINE_RANGE, GAME_INFO, RESET_INFO
 from racer.game.tracks import TRACKS, load_track
 
 # == Limits ===========================================================================================================
@@ -227,7 +228,7 @@ class BridgeConnection:
         reply = self._receive("step_result")
         observation, reward = self._observation(reply), self._field(reply, "reward", float)
         ends = [self._field(reply, key, bool) for key in ("terminated", "truncated")]
-        step = observation, reward, *ends, self._info(reply, STEP_INFO)
+        step = observation, reward, *ends, self._info(reply, GAME_INFO)
         self.steps += 1
         return step
 
@@ -254,6 +255,7 @@ class BridgeCars:
     def __init__(self, num_cars: int, track_ids: Sequence[str], config: dict, urls: Sequence[str], first_car: int = 0):
         self.track_ids = [track_ids[(first_car + i) % len(track_ids)] for i in range(num_cars)]
         self.config, self._last_step = config, None
+        self._lap, self._lap_began = np.ones(num_cars, np.int64), np.zeros(num_cars, np.int64)  # step counts
         self.connections: list[BridgeConnection] = []
         with self._closing_on_error():
             for i in range(num_cars):
@@ -266,20 +268,29 @@ class BridgeCars:
                 connection.send_reset(self.track_ids[i], self.config)
             observations, infos = zip(*(connection.receive_reset() for connection in chosen), strict=True)
         info = {key: np.array([i[key] for i in infos], np.int64) for key in RESET_INFO}
+        self._lap[cars], self._lap_began[cars] = info["lap"], 0
         return np.array(observations, np.float32).clip(OBS_LOW, OBS_HIGH), info
 
-    def step(self, actions: np.ndarray):
-        with self._closing_on_error():
+    def step(self, actions: np.ndarray, ticks: int = 1, observing: bool = True):
+        with self._closing_on_error():  # all replies arrive before the first tick is yielded: a fault moves no car
             for connection, action in zip(self.connections, actions, strict=True):
-                connection.send_step(action)
-            results = [connection.receive_step() for connection in self.connections]
-        observations, rewards, terminated, truncated, infos = zip(*results, strict=True)
-        # An int has 32 bits on Windows with NumPy 1.
-        kinds = {key: np.int64 if kind is int else kind for key, kind in STEP_INFO.items()}
-        info = {key: np.array([i[key] for i in infos], kind) for key, kind in kinds.items()}
-        observations = np.array(observations, np.float32).clip(OBS_LOW, OBS_HIGH)
-        self._last_step = observations, info["offTrack"]
-        return observations, np.array(rewards, float), np.array(terminated), np.array(truncated), info
+                for _ in range(ticks):
+                    connection.send_step(action)
+            replies = [[connection.receive_step() for _ in range(ticks)] for connection in self.connections]
+        for tick in zip(*replies, strict=True):
+            observations, rewards, terminated, truncated, infos = zip(*tick, strict=True)
+            # An int has 32 bits on Windows with NumPy 1.
+            kinds = {key: np.int64 if kind is int else kind for key, kind in GAME_INFO.items()}
+            info = {key: np.array([i[key] for i in infos], kind) for key, kind in kinds.items()}
+            finished = info["lap"] > self._lap
+            info["lapTicks"] = np.where(finished, info["stepCount"] - self._lap_began, 0)
+            self._lap_began = np.where(finished, info["stepCount"], self._lap_began)
+            observations = np.array(observations, np.float32).clip(OBS_LOW, OBS_HIGH)
+            self._lap, self._last_step = info["lap"].copy(), (observations, info["offTrack"])
+            yield observations, np.array(rewards, float), np.array(terminated), np.array(truncated), info
+
+    def observe(self, cars: np.ndarray) -> np.ndarray:
+        return self._last_step[0][cars]
 
     @property
     def off_road(self) -> np.ndarray:

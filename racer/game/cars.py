@@ -3,10 +3,15 @@
 The interface, with arrays over cars throughout:
 
     reset(cars, seeds) -> observations (n, OBS_SIZE), info      cars: indices; seeds: one per car, or None to continue
-    step(actions)      -> observations (N, OBS_SIZE), rewards, terminated, truncated, info
+    step(actions, ticks, observing)                             hold the actions for some ticks; yields after each of them
+                       -> observations (N, OBS_SIZE), rewards, terminated, truncated, info
+                       observations may be None before the last tick, unless `observing`
+    observe(cars)      -> observations (n, OBS_SIZE) of these cars after the tick that was yielded last
     close()            idempotent
     track_ids          of every car
     off_road           which cars were off the road after the last tick (N,)
+
+A car whose episode has ended drives on until the last tick, as in the game; the caller ignores it and resets it then.
 
 `check_actions` checks what a user gives them, `StuckDetector` watches their progress.
 """
@@ -45,13 +50,20 @@ class EmbeddedCars:
         observations = self.sim.reset(cars).astype(np.float32)
         return observations, {key: getattr(self.sim, ENGINE_NAMES[key])[cars] for key in RESET_INFO}
 
-    def step(self, actions: np.ndarray):
+    def step(self, actions: np.ndarray, ticks: int = 1, observing: bool = True):
         sim = self.sim
-        observations, rewards, terminated, truncated = sim.step(actions)
-        self.off_road = sim.centre_distance > sim.half_width
-        # Copies, so that callers cannot change the cars.
-        info = sim.parts | {key: getattr(sim, name).copy() for key, name in ENGINE_NAMES.items()}
-        return observations.astype(np.float32), rewards, terminated, truncated, info
+        for tick in range(1, ticks + 1):
+            lap = sim.lap
+            observations, rewards, terminated, truncated = sim.step(actions, observing or tick == ticks)
+            self.off_road = sim.centre_distance > sim.half_width
+            # Copies, so that callers cannot change the cars.
+            info = sim.parts | {key: getattr(sim, name).copy() for key, name in ENGINE_NAMES.items()}
+            info["lapTicks"] = np.where(sim.lap > lap, sim.lap_ticks, 0)
+            observations = None if observations is None else observations.astype(np.float32)
+            yield observations, rewards, terminated, truncated, info
+
+    def observe(self, cars: np.ndarray) -> np.ndarray:
+        return self.sim.observe(cars).astype(np.float32)
 
     def close(self) -> None:
         pass

@@ -76,8 +76,8 @@ DEFAULT_CONFIG = {
     "episode": {"maxSteps": 3000, "stillnessTimeoutTicks": 180},
 }
 
-# -- what `info` holds after a step, with its type: the game's keys, in the game's order
-STEP_INFO: dict[str, type] = {
+# -- what the game's `info` holds after a step, with its type, in the game's order
+GAME_INFO: dict[str, type] = {
     **dict.fromkeys(REWARD_PARTS, float),
     "tick": int,
     "rawSpeed": float,
@@ -88,6 +88,7 @@ STEP_INFO: dict[str, type] = {
     "stillnessCounter": int,
 }
 RESET_INFO = ("lap", "checkpoint", "stepCount")  # and after a reset
+STEP_INFO = {**GAME_INFO, "lapTicks": int}  # what ours holds: also how long the lap took that this step completed, or 0
 
 # -- start "anywhere" (not in the game): how far from the ideal line a car may begin
 ANYWHERE_LATERAL = 0.7  # share of the road's half-width

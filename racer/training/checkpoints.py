@@ -15,7 +15,7 @@ A part is any object with one of these pairs of methods:
                                    entry per process, and restored if there are as many processes as before
 and, optionally,
     merge_states(states)           continue from the states of any number of processes
-    on_reset(infos)                all cars were reset outside of a step, for example on resume
+    on_reset()                     all cars were reset outside of a step, for example on resume
 """
 
 from __future__ import annotations

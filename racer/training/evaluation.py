@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from callbacks_lite import MANY_TRACKS, LapTimer
+from callbacks_lite import MANY_TRACKS
 from racer.game.bridge import BridgeError
 from racer.game.config import load_config
 from racer.game.rewards import REWARD_TERMS
@@ -85,9 +85,8 @@ def evaluate(
     deterministic, so the rest of it is extrapolated, which is right to a tick per lap.
     If the bridge fails and comes back, the evaluation restarts, at most `envs.retries` times.
     """
-    obs, infos = envs.reset(seed=seed)
-    faults, timer, limit = envs.bridge_faults, LapTimer(), envs.config["episode"]["maxSteps"]
-    timer.on_reset(infos)
+    obs, _ = envs.reset(seed=seed)
+    faults, limit = envs.bridge_faults, envs.config["episode"]["maxSteps"]
     episodes = [Episode(tracks[i % len(tracks)], envs.from_grid) for i in range(envs.num_envs)]
     running = np.ones(envs.num_envs, bool)
     while running.any():
@@ -96,14 +95,14 @@ def evaluate(
             if failures >= envs.retries:
                 raise BridgeError(f"the bridge failed {failures + 1} times in a row during an evaluation")
             return evaluate(drive, envs, tracks, seed, complete, failures + 1)
-        off_road, ended, laps = envs.off_road, terminated | truncated, dict(zip(*timer.cross(infos), strict=True))
+        off_road, ended, lap_ticks = envs.off_road, terminated | truncated, infos["lapTicks"]
         for i in running.nonzero()[0]:
             episode = episodes[i]
             episode.rewards.append(float(rewards[i]))
             episode.off_road.append(bool(off_road[i]))
-            if i in laps:
-                episode.finish_lap(int(laps[i]), flying=bool(episode.laps) or not episode.from_grid)
-            repeats = i in laps and not complete and episode.repeats
+            if lap_ticks[i]:
+                episode.finish_lap(int(lap_ticks[i]), flying=bool(episode.laps) or not episode.from_grid)
+            repeats = bool(lap_ticks[i]) and not complete and episode.repeats
             if ended[i] or repeats:
                 running[i], episode.terminated = False, bool(terminated[i])
                 episode.trajectory = envs.trajectory(i, last_episode=ended[i]) if envs.render_mode else None

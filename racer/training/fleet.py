@@ -18,4 +18,5 @@ def make_envs(args) -> RacerVectorEnv:
     return run_on_all(
         RacerVectorEnv, cars, tracks, args.config_path, own_urls or None, args.start, retries=args.bridge_retries,
         stagger=True, first_car=place * cars, stuck_ticks=args.stuck_ticks, off_road_penalty_scale=args.off_road_penalty_scale,
+        action_repeat=args.action_repeat, gamma=args.gamma,
     )  # fmt: skip

@@ -33,7 +33,7 @@ class RewardScaler:
         """What to multiply every car's rewards by (N,)."""
         return self.track_lengths / math.sqrt(self.moments[1] + 1e-8)
 
-    def on_reset(self, infos: dict) -> None:
+    def on_reset(self) -> None:
         self.returns = np.zeros_like(self.returns)
 
     def get_state(self) -> dict:

@@ -191,10 +191,10 @@ class Run:
         for text in notes:
             broadcast_from_rank0(print_safely, text)
         if not cars_continue:
-            infos = run_on_all(self.envs.reset, seed=self.args.seed + self.steps)[1]
+            run_on_all(self.envs.reset, seed=self.args.seed + self.steps)
             for part in self.parts.values():
                 if hasattr(part, "on_reset"):
-                    part.on_reset(infos)
+                    part.on_reset()
 
     def _open(self, note: str) -> None:
         """In process 0: what evaluates, logs and shows."""

@@ -168,11 +168,12 @@ class Camera:
         for i in cars:
             self.last_episode[i], self.places[i] = self.places[i], [self._place(i)]
 
-    def follow(self, actions) -> None:
+    def follow(self, actions, cars) -> None:
+        """After a tick: `cars` are still in their episodes."""
         if self.is_twin:
             self.sim.step(actions, observing=False)
-        for i, places in enumerate(self.places):
-            places.append(self._place(i))
+        for i in cars:
+            self.places[i].append(self._place(i))
 
     def _place(self, car: int) -> tuple:
         return tuple(getattr(self.sim, name)[car] for name in self.PLACE)
