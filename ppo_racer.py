@@ -3,7 +3,7 @@
     python ppo_racer.py --total-timesteps 2000000                    # 12 s: laps of 6.5 s on track-01
     python ppo_racer.py --random-tracks 24                           # 77 s: a driver for every track
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
-    python ppo_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
+    python ppo_racer.py --game ../top-down-racer-02                  # train in the real game, in whose folder bridges are started
     python ppo_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
     python ppo_racer.py --evaluate runs/NAME                         # laps and lap times of a trained driver
     python ppo_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -70,6 +71,10 @@ class Args(Settings):
     """where episodes start: on the grid, or anywhere on the track, which teaches recovery"""
     bridge_url: tuple[str, ...] = ()
     """train in the real game behind these URLs; with --resume, the flag without a URL continues on the embedded engine"""
+    game: Path | None = None
+    """train in the real game in this folder: its bridges are started, restarted and ended with the run"""
+    bridges: Count = 1
+    """with --game: number of bridges to start, each with a core to use"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
     off_road_penalty_scale: NonNegative = 1.0
@@ -150,10 +155,11 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
         "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "minibatch_size": 512, "learning_rate": 1e-3,
         "eval_every": 100_000, "checkpoint_every": 100_000,
     }),
-    Preset("--bridge-url, --slow-game", lambda given: given.bridge_url or given.slow_game, {  # learn more from each step
+    Preset("--game, --bridge-url, --slow-game", lambda given: given.game or given.bridge_url or given.slow_game, {
         "total_timesteps": 100_000, "start": "grid", "num_envs": 64, "stuck_ticks": 90, "minibatch_size": 256,
         "update_epochs": 8, "learning_rate": 1e-3, "eval_every": 10_000, "checkpoint_every": 10_000,
     }),
+    Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": os.cpu_count() or 1}),
 )  # fmt: skip
 
 # == Agent =============================================================================================================
@@ -417,7 +423,7 @@ def main():
     if task.evaluate:
         return evaluate_driver(load_driver(task.evaluate, "ppo", make_agent(args)), args, task)
     if task.export:
-        return export_driver(load_driver(task.checkpoint, "ppo", make_agent(args)), task.export)
+        return export_driver(load_driver(task.checkpoint, "ppo", make_agent(args)), task.export, args.game)
     return train(args)
 
 

@@ -2,7 +2,7 @@
 
     python sac_racer.py                                              # 59 s: laps of 6.5 s on track-01
     python sac_racer.py --slow-game                                  # as on a bridge: laps of 6.6 s after 60,000 steps
-    python sac_racer.py --bridge-url ws://localhost:9876             # train in the real game (its bridge has to run)
+    python sac_racer.py --game ../top-down-racer-02                  # train in the real game, in whose folder bridges are started
     python sac_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
     python sac_racer.py --evaluate runs/NAME                         # laps and lap times of a trained driver
     python sac_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Literal
@@ -69,6 +70,10 @@ class Args(Settings):
     """where episodes start: on the grid, or anywhere on the track, which teaches recovery"""
     bridge_url: tuple[str, ...] = ()
     """train in the real game behind these URLs; with --resume, the flag without a URL continues on the embedded engine"""
+    game: Path | None = None
+    """train in the real game in this folder: its bridges are started, restarted and ended with the run"""
+    bridges: Count = 1
+    """with --game: number of bridges to start, each with a core to use"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
     off_road_penalty_scale: NonNegative = 1.0
@@ -163,11 +168,12 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
     Preset("--start-from", lambda given: given.start_from, {
         "total_timesteps": 300_000, "start": "anywhere", "learning_rate": 3e-4, "actor_learning_rate": 3e-4,
     }),
-    Preset("--bridge-url, --slow-game", lambda given: given.bridge_url or given.slow_game, {  # a short run
+    Preset("--game, --bridge-url, --slow-game", lambda given: given.game or given.bridge_url or given.slow_game, {  # a short run
         "total_timesteps": 60_000, "start": "grid", "num_envs": 8, "stuck_ticks": 90, "buffer_size": 10_000,
         "learning_starts": 3_500, "actor_learning_rate": 8e-5, "anneal_lr": False, "tau": 0.1, "init_alpha": 0.001,
         "noise_memory": 0.8, "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     }),
+    Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": max(1, (os.cpu_count() or 1) - 1)}),
 )  # fmt: skip
 LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
 MOST_THROTTLE = 0.99  # --init-throttle is clamped to this in [-1, 1]: atanh(1) is infinite
@@ -474,7 +480,7 @@ def main():
     if task.evaluate:
         return evaluate_driver(load_driver(task.evaluate, "sac", make_agent(args)), args, task)
     if task.export:
-        return export_driver(load_driver(task.checkpoint, "sac", make_agent(args)), task.export)
+        return export_driver(load_driver(task.checkpoint, "sac", make_agent(args)), task.export, args.game)
     return train(args)
 
 

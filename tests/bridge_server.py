@@ -17,6 +17,7 @@ import math
 import os
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -196,9 +197,12 @@ def main() -> None:
     parser.add_argument("--tick-ms", type=float, default=0.0, help="how long a step takes")
     parser.add_argument("--engine-force", type=float, help="be a game with other physics")
     parser.add_argument("--raw", choices=RAW, help="be a server of another kind")
+    parser.add_argument("--end-with-input", action="store_true", help="end when the standard input ends")
     parser.add_argument("--together", type=int, default=1, help="answer nobody before this many requests are there")
     options = parser.parse_args()
     options.held = []
+    if options.end_with_input:
+        threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     if options.engine_force:
         racer_sim.ENGINE_FORCE = options.engine_force
     if options.raw:

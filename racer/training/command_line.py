@@ -20,6 +20,7 @@ import tyro
 
 from racer.game.bridge import BridgeError
 from racer.game.checks import is_finite
+from racer.game.launcher import GAME_ASSETS, end_bridges, start_bridges
 from racer.game.rules import STARTS
 from racer.game.tracks import track_name
 from racer.training.checkpoints import load_checkpoint, network_settings, saved_args
@@ -93,6 +94,8 @@ class Settings:
                     raise ValueError(f"--{name.replace('_', '-')} is {value!r}; it must be {allowed}")
         if self.start not in STARTS:
             raise ValueError(f"--start is {self.start!r}; it must be {' or '.join(STARTS)}")
+        if self.game and self.bridge_url:
+            raise ValueError("--game and --bridge-url are mutually exclusive")
         if self.random_tracks and tuple(self.track_id) != type(self).track_id:
             raise ValueError("--random-tracks and --track-id are mutually exclusive")
         if not self.tracks or len({track_name(track) for track in self.tracks}) < len(self.tracks):
@@ -102,6 +105,11 @@ class Settings:
     def tracks(self) -> tuple[str, ...]:
         """The ids of the tracks to drive on."""
         return tuple(f"random-{n}" for n in range(1, self.random_tracks + 1)) or tuple(self.track_id)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Of the bridges to the real game, if cars drive there. Those of --game are started when this is first read."""
+        return start_bridges(self.game, min(self.bridges, self.num_envs)) if self.game else tuple(self.bridge_url)
 
 
 # == Flags =============================================================================================================
@@ -118,11 +126,12 @@ class Task:
     json: Path | None = None
     """with --evaluate: also write the results to this file"""
     export: Path | None = None
-    """write the driver of --checkpoint to this folder, as the browser game loads it (ONNX)"""
+    """write the driver of --checkpoint to this folder, as the browser game loads it (ONNX); with --game and no folder, into the
+    game"""
     checkpoint: Path | None = None
     """with --export: the checkpoint or run folder"""
     slow_game: bool = False
-    """use the defaults of --bridge-url on the embedded engine, to try them without the game"""
+    """use the defaults of --game on the embedded engine, to try them without the game"""
 
 
 class Preset(NamedTuple):
@@ -136,10 +145,11 @@ class Preset(NamedTuple):
 def peek_args(argv: list[str]) -> argparse.Namespace:
     """The flags that decide which defaults the others have. ValueError for flags that exclude or need each other."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("start-from", "resume", "evaluate", "json", "export", "checkpoint"):
+    for name in ("start-from", "resume", "evaluate", "json", "checkpoint", "game"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
     for name in ("track-id", "bridge-url"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*", default=None)
+    parser.add_argument("--export", nargs="?", const="the game's folder")
     parser.add_argument("--random-tracks", "--random_tracks", type=int, default=0)
     parser.add_argument("--slow-game", "--slow_game", action=argparse.BooleanOptionalAction)
     try:
@@ -171,10 +181,18 @@ def read_command(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: 
     if saved and Path(saved, "checkpoint.pt").exists():  # torchrun has restarted the processes
         argv = ["--resume", saved]
     given = peek_args(argv)
+    if given.export and given.game and given.export not in argv:  # no folder: where the game loads its driver from
+        argv = [*argv, "--export", str(Path(given.game) / GAME_ASSETS)]
+        argv.remove("--export")
     if path := given.resume or given.evaluate or given.checkpoint:
         prefer = "checkpoint.pt" if given.resume else "best.pt"
         defaults = saved_args(Args, broadcast_from_rank0(load_checkpoint, path, algorithm, prefer)["args"])
-        changes = {} if given.resume else {"start": "grid", "bridge_url": (), "start_from": None, "resume": None}
+        changes = (
+            {}
+            if given.resume
+            else {"start": "grid", "bridge_url": (), "game": None, "start_from": None, "resume": None}
+        )
+        changes |= {"bridge_url": ()} if given.game else {"game": None} if given.bridge_url is not None else {}
         if given.resume and given.track_id and tuple(given.track_id) != defaults.tracks:
             raise ValueError(f"--track-id cannot change: the run to resume has {' '.join(defaults.tracks[:3])}")
         if given.track_id and not given.resume:
@@ -222,6 +240,8 @@ def exits_with_code(main: Callable) -> Callable[[], int]:
         except tuple(EXIT_CODES) as expected:
             error = expected
             warn(f"\n{program}: {error}")
+        finally:
+            end_bridges()
         return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
 
     return command

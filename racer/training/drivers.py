@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -60,12 +61,12 @@ def evaluate_driver(agent: Driver, args, task) -> list[dict]:
         task.json.open("a").close()  # fail now, not after the drive
     from_grid = args.start == "grid"
     count, tracks, references = task.episodes, args.tracks, {}
-    if from_grid and not args.bridge_url:  # deterministic: one episode is like the other, and like that of the training
+    if from_grid and not args.urls:  # deterministic: one episode is like the other, and like that of the training
         count, references = 1, hand_written_rewards(tracks, args.config_path)
     print_safely(
         f"{count} {'episode' if count == 1 else 'episodes'} per track, from {'the grid' if from_grid else 'anywhere'}"
     )
-    settings = {"bridge_url": args.bridge_url or None, "start": args.start, "retries": args.bridge_retries}
+    settings = {"bridge_url": args.urls or None, "start": args.start, "retries": args.bridge_retries}
     with contextlib.closing(RacerVectorEnv(count * len(tracks), tracks, args.config_path, **settings)) as envs:
         episodes = evaluate(agent.drive, envs, tracks, args.seed)
     results = [
@@ -80,8 +81,12 @@ def evaluate_driver(agent: Driver, args, task) -> list[dict]:
     return results
 
 
-def export_driver(agent: Driver, folder: Path) -> None:
-    """`--export`: a driver as the browser game loads it. The game normalises observations with the stats, then runs the model."""
+def export_driver(agent: Driver, folder: Path, game: Path | None = None) -> None:
+    """`--export`: a driver as the browser game loads it. The game normalises observations with the stats, then runs the model.
+
+    Files that it would replace are kept as *.old; of several exports, those before the first one. game: the game's folder, if
+    the driver goes there
+    """
     try:
         import onnx  # noqa: F401  torch.onnx needs it
         import onnxruntime
@@ -91,6 +96,11 @@ def export_driver(agent: Driver, folder: Path) -> None:
     stats = {"obs_mean": agent.obs_mean.tolist(), "obs_var": agent.obs_var.tolist()}
     stats |= {"clip_obs": agent.NORM_CLIP, "epsilon": agent.NORM_EPSILON}
     folder.mkdir(parents=True, exist_ok=True)
+    for old in (path, folder / "vecnorm_stats.json"):
+        kept = old.with_name(f"{old.name}.old")
+        if old.exists() and not kept.exists():
+            shutil.copyfile(old, kept)
+            print_safely(f"{kept}: what was there before")
     (folder / "vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
     names = {"input_names": ["obs"], "output_names": ["actions"], "opset_version": 13}
     names["dynamic_axes"] = {"obs": {0: "batch"}, "actions": {0: "batch"}}
@@ -113,3 +123,5 @@ def export_driver(agent: Driver, folder: Path) -> None:
         f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json -> actions [batch, {actions.shape[1]}]"
     )
     print_safely(f"checked on 10,000 observations: the actions differ by at most {difference:.1e}")
+    if game:
+        print_safely(f"race it: cd {game} && pnpm dev")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from racer.training.processes import extend_timeout, rank, run_on_all, world_size
+from racer.training.processes import broadcast_from_rank0, extend_timeout, rank, run_on_all, world_size
 from racer_env import RacerVectorEnv
 
 
 def make_envs(args) -> RacerVectorEnv:
     """This process's share of the cars, of the tracks and of the bridges."""
-    size, place, urls = world_size(), rank(), args.bridge_url
+    size, place, urls = world_size(), rank(), broadcast_from_rank0(lambda: args.urls)
     cars, tracks = args.num_envs // size, args.tracks
     if args.num_envs % size or cars < len(tracks):
         needed = f"a multiple of the number of processes ({size}), and give each a car on every track ({len(tracks)})"

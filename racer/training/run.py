@@ -50,7 +50,7 @@ from racer.training.twin import difference_from_engine
 from racer_env import RacerVectorEnv
 
 MAY_CHANGE = (  # when a run is resumed
-    *("total_timesteps", "bridge_url", "bridge_retries", "resume"),
+    *("total_timesteps", "game", "bridges", "bridge_url", "bridge_retries", "resume"),
     *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
 )
 
@@ -117,7 +117,7 @@ class Run:
 
     def _difference_from_engine(self) -> str:
         """Why evaluations have to run in the real game; "" if the embedded engine drives like it."""
-        args, url = self.args, self.args.bridge_url[:1]
+        args, url = self.args, self.args.urls[:1]
         for attempt in range(args.bridge_retries + 1):
             try:
                 found = (difference_from_engine(track, args.config_path, url[0]) for track in args.tracks if url)
@@ -198,7 +198,7 @@ class Run:
 
     def _open(self, note: str) -> None:
         """In process 0: what evaluates, logs and shows."""
-        args, difference, url = self.args, self._difference, self.args.bridge_url[:1]
+        args, difference, url = self.args, self._difference, self.args.urls[:1]
         self.eval_envs = RacerVectorEnv(
             len(args.tracks), args.tracks, args.config_path, url if difference else None,
             render_mode=None if difference else "rgb_array", retries=args.bridge_retries,  # the engine draws
@@ -212,7 +212,7 @@ class Run:
         names = [track_name(track) for track in args.tracks]
         text = f"{self.folder}: {args.num_envs} cars on "
         text += ", ".join(names) if len(names) <= MANY_TRACKS else f"{len(names)} tracks"
-        text += f" in the game at {', '.join(args.bridge_url)}" if url else ""
+        text += f" in the game at {', '.join(args.urls)}" if url else ""
         text += f", {world_size()} processes" if world_size() > 1 else ""
         if url:
             text += "; evaluated " + (f"in the game, since {difference}" if difference else "on the embedded engine")
@@ -330,7 +330,7 @@ class Run:
         with self.clock("logging"):
             for name in self.metrics:
                 self.logger.record(name, np.mean([process["metrics"][name] for process in everyone]))
-            if self.args.bridge_url:
+            if self.args.urls:
                 self.logger.record("racer/bridge_faults", sum(process["faults"] for process in everyone))
             self.logger.record("time/fps", self.steps / self.seconds)
             for name, seconds in self.clock.seconds.items():

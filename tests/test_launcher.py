@@ -1,0 +1,218 @@
+"""`--game DIR`: bridges are started from a folder, kept running, and none stays behind.
+
+The game's folder is one of the same shape, and `npx` on the PATH a script that runs tests/bridge_server.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, TESTS, args_of, command_of, evaluate_run, wait_for
+
+import sac_racer
+from racer.game import launcher
+from racer.game.bridge import BridgeError
+from racer.game.launcher import end_bridges, start_bridges
+from racer_env import RacerVectorEnv
+
+STANDS_IN = f'{sys.executable} {TESTS / "bridge_server.py"} --port "$BRIDGE_PORT" --end-with-input'
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="npx is a shell script here")
+
+
+def make_npx(folder, monkeypatch, line: str) -> None:
+    (folder / "npx").write_text(f"#!/bin/sh\n{line}\n")
+    (folder / "npx").chmod(0o755)
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch):
+    """The game's folder; bridges are the stand-in."""
+    folder = tmp_path / "the game"
+    for part in ("src/ai", "node_modules/tsx", "node_modules/ws"):
+        (folder / part).mkdir(parents=True)
+    (folder / "src/ai/run-bridge.ts").touch()
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
+    make_npx(tmp_path / "bin", monkeypatch, f"exec {STANDS_IN}")
+    yield folder
+    end_bridges()
+
+
+def listens(url: str) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(url.rsplit(":", 1)[1]))) == 0
+
+
+def wait_until_gone(urls) -> None:
+    until = time.monotonic() + 20
+    while any(map(listens, urls)):
+        assert time.monotonic() < until, "a bridge was left behind"
+        time.sleep(0.02)
+
+
+def test_bridges_are_started_once_driven_and_ended(game):
+    urls = start_bridges(game, 2)
+    assert len(set(urls)) == 2 and all(map(listens, urls)) and start_bridges(game, 2) == urls
+    envs, engine = RacerVectorEnv(4, bridge_url=urls), RacerVectorEnv(4)
+    for cars in (envs, engine):
+        cars.reset(seed=0)
+    a, b = (cars.step(np.tile([0.1, 1.0, 0.0], (4, 1)))[0] for cars in (envs, engine))
+    np.testing.assert_array_equal(a, b)
+    envs.close()
+    one = start_bridges(game, 1)
+    assert not any(map(listens, urls)) and listens(*one), "another number: others"
+    end_bridges(), end_bridges()
+    assert not listens(*one)
+
+
+def test_a_bridge_that_dies_is_started_again_and_the_cars_go_on(game):
+    (url,) = start_bridges(game, 1)
+    envs = RacerVectorEnv(2, bridge_url=url, retries=10)
+    envs.reset(seed=0)
+    bridge = launcher._running.bridges[0]
+    first = bridge.process
+    first.kill()
+    first.wait()
+    for _ in range(3):
+        envs.step(np.tile([0.1, 1.0, 0.0], (2, 1)))
+    assert envs.bridge_faults == 1 and bridge.process is not first and bridge.url == url
+    envs.close()
+
+
+def test_a_bridge_that_keeps_dying_is_given_up(game, monkeypatch, caplog):
+    start_bridges(game, 1)
+    launcher._running._ending.set()  # this test is the watcher
+    launcher._running._watcher.join()
+    monkeypatch.setattr(launcher, "retry_pause_s", lambda failures: 0.0)
+    monkeypatch.setattr(launcher, "MAX_RESTARTS", 3)
+    bridge, seen = launcher._running.bridges[0], set()
+    for _ in range(20):
+        bridge.process.kill()
+        bridge.process.wait()
+        seen.add(bridge.process.pid)
+        bridge.restart_if_due()
+    assert len(seen) == 4 and "restarted 3 times" in caplog.text
+
+
+def test_what_is_missing_is_said_with_what_cures_it(game, tmp_path, monkeypatch):
+    def refused() -> str:
+        with pytest.raises(ValueError) as error:
+            start_bridges(game, 1)
+        return str(error.value)
+
+    (game / "pnpm-lock.yaml").touch()
+    shutil.rmtree(game / "node_modules" / "ws")
+    manager = "pnpm" if shutil.which("pnpm") else "npm"
+    assert re.search(rf"no ws\); type: cd .*the game.* && {manager} install", refused())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "Node.js" in refused() and "nodejs.org" in refused()
+    (game / "src/ai/run-bridge.ts").unlink()
+    assert "not the game's folder" in refused() and "run-bridge.ts" in refused()
+    shutil.rmtree(game)
+    assert "no such folder" in refused()
+
+
+def test_a_bridge_that_ends_at_once_shows_its_last_lines(game, tmp_path, monkeypatch):
+    make_npx(tmp_path / "bin", monkeypatch, "echo first; echo SyntaxError: on purpose >&2; exit 1")
+    with pytest.raises(BridgeError, match=r"ended at once.*\n?first\nSyntaxError: on purpose"):
+        start_bridges(game, 2)
+    assert launcher._running is None
+
+
+def test_a_port_that_somebody_took_is_left_to_them(game, tmp_path, monkeypatch):
+    make_npx(tmp_path / "bin", monkeypatch, f"{STANDS_IN} || echo EADDRINUSE; exit 1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [taken.getsockname()[1], launcher.free_port()]
+        monkeypatch.setattr(launcher, "free_port", lambda: ports.pop(0))
+        (url,) = start_bridges(game, 1)
+    assert not ports and listens(url)
+
+
+TRAINER = "from racer.game.launcher import start_bridges; print(*start_bridges({game!r}, 2), flush=True); input()"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM] if os.name != "nt" else [])
+def test_no_bridge_outlives_its_trainer(game, how):
+    command = [sys.executable, "-c", TRAINER.format(game=str(game))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as trainer:
+        urls = trainer.stdout.readline().split()
+        assert len(urls) == 2 and all(map(listens, urls))
+        trainer.send_signal(how)
+        trainer.wait()
+    wait_until_gone(urls)
+
+
+def test_ctrl_c_while_the_bridges_start_ends_them(game, tmp_path, monkeypatch, start):
+    pids = tmp_path / "pids"
+    make_npx(tmp_path / "bin", monkeypatch, f'echo $$ >> "{pids}"; exec sleep 100')
+    trainer = start("sac", "--game", game, "--bridges", "2", "--run-dir", tmp_path)
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, trainer)
+    trainer.send_signal(signal.SIGINT)
+    assert trainer.wait(30) == 130
+    for pid in map(int, pids.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
+@pytest.mark.skipif(os.name == "nt", reason="npx is a shell script here")
+def test_a_bridge_of_node_ends_with_the_pipe(game, tmp_path, monkeypatch):
+    """The stand-in watches its input by itself; the real game does so because of NODE_OPTIONS, also below a shell."""
+    line = "require('net').createServer().listen(+process.env.BRIDGE_PORT, '127.0.0.1'); console.log('listening on ws://127.0.0.1:' + process.env.BRIDGE_PORT)"
+    make_npx(tmp_path / "bin", monkeypatch, f'node -e "{line}"; exit 1')
+    urls = start_bridges(game, 2)
+    for bridge in launcher._running.bridges:
+        bridge.hang_up()
+    wait_until_gone(urls)
+
+
+def test_train_resume_elsewhere_and_evaluate_in_the_game(game, tmp_path):
+    settings = {"run_dir": tmp_path, "run_name": "run", "log_every": 200, "learning_starts": 200, "batch_size": 16}
+    args = args_of("sac", "--game", game, total_timesteps=400, **settings)
+    assert args.bridge_retries == 10 and args.num_envs == 8 and args.bridges >= 1
+    result = sac_racer.train(args)
+    assert result["finished"]
+    end_bridges()
+    moved = game.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="no such folder"):
+        sac_racer.train(args_of("sac", "--resume", tmp_path / "run", total_timesteps=800))
+    again = sac_racer.train(args_of("sac", "--resume", tmp_path / "run", "--game", moved, total_timesteps=800))
+    assert again["steps"] >= 800
+    assert sac_racer.train(args_of("sac", "--resume", tmp_path / "run", "--bridge-url", total_timesteps=1000))[
+        "finished"
+    ]
+    end_bridges()
+    assert args_of("sac", "--evaluate", tmp_path / "run").game is None
+    (result,) = evaluate_run("sac", tmp_path / "run", "--game", moved)
+    assert launcher._running is not None and result["episodes"] == 1
+
+
+def test_an_export_goes_into_the_game_and_keeps_its_own_driver(game, tmp_path):
+    pytest.importorskip("onnxruntime")
+    settings = {"run_dir": tmp_path, "run_name": "run", "log_every": 200, "learning_starts": 200, "batch_size": 16}
+    sac_racer.train(sac_racer.Args(total_timesteps=400, tensorboard=False, **settings))
+    assets = game / "public" / "assets"
+    assets.mkdir(parents=True)
+    (assets / "model.onnx").write_text("the game's own")
+    words = ["--checkpoint", tmp_path / "run", "--game", game, "--export"]
+    assert command_of("sac", *words)[1].export == assets
+    command = [sys.executable, str(ROOT / "sac_racer.py"), *map(str, words)]
+    for _ in range(2):
+        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "pnpm dev" in shown and str(game) in shown
+    assert (assets / "model.onnx.old").read_text() == "the game's own" and (assets / "vecnorm_stats.json").exists()
+
+
+def test_game_and_bridge_url_exclude_each_other(game):
+    with pytest.raises(ValueError, match="mutually exclusive"):
+        sac_racer.Args(game=game, bridge_url="ws://localhost:9876")
