@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import importlib.metadata
 import json
 import math
@@ -50,7 +49,6 @@ from typing import Literal
 import numpy as np
 import tyro
 
-from racer.training.checkpoints import load_checkpoint, saved_args
 from racer.training.drivers import load_driver
 from callbacks_lite import read_csv
 from racer.game.bridge import BridgeError
@@ -134,17 +132,9 @@ def lean(observations: np.ndarray) -> np.ndarray:
     return np.stack([side, np.full(len(side), 0.6), np.zeros(len(side))], axis=1)
 
 
-def trained(path: Path):
-    """The driver in a checkpoint of either algorithm."""
-    saved = load_checkpoint(path, None, "best.pt")
-    trainer = importlib.import_module(f"{saved['algorithm']}_racer")
-    args = saved_args(trainer.Args, saved["args"])
-    return load_driver(path, saved["algorithm"], trainer.make_agent(args)).drive
-
-
 def bench_drivers(args: Args) -> list[dict]:
     rows, config, tracks = [], load_config(), args.track_id or tuple(TRACKS)
-    trained_drivers = [(str(path), trained(path)) for path in args.checkpoint]
+    trained_drivers = [(str(path), load_driver(path)) for path in args.checkpoint]
     for track, (reward, gain, offset) in best_hand_written(tracks).items():
         best = functools.partial(full_throttle, gain=gain, offset=offset)
         hand_written = ("hand-written", full_throttle), (f"hand-written, best of {len(GAINS) * len(OFFSETS)}", best)
@@ -310,7 +300,9 @@ def bench_results(args: Args) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder:
             folders = [Path(folder) / str(seed) for seed in seeds]
             runs = [run_command(name, [*flags.split(), "--seed", path.name], path) for path in folders]
-            unseen = [drive_unseen(trained(path / "run"), references) for path in folders if "--random-tracks" in flags]
+            unseen = [
+                drive_unseen(load_driver(path / "run"), references) for path in folders if "--random-tracks" in flags
+            ]
         rows.append({"label": f"{name}_racer.py {flags}".strip(), "seeds": [*seeds], "runs": runs, "unseen": unseen})
         for line in lines_of_unseen(unseen) + lines_of_tracks(unseen) if unseen else lines_of_tracks(runs):
             print(f"    {line}")

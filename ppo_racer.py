@@ -38,7 +38,7 @@ from racer.game.rules import ACTION_HIGH, ACTION_LOW
 from racer.training.command_line import (
     Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, exits_with_code, read_command, run_as_script,
 )  # fmt: skip
-from racer.training.drivers import Driver, evaluate_driver, export_driver, load_driver
+from racer.training.drivers import Driver, evaluate_driver, export_driver, restore_driver
 from racer.training.fleet import make_envs
 from racer.training.processes import all_gather, average_gradients, make_generator, run_on_all, world_size
 from racer.training.reward_scaler import RewardScaler
@@ -421,9 +421,9 @@ def main():
     """Train, or evaluate or export a trained driver."""
     args, task = read_command("ppo", Args, Agent, PRESETS, __doc__)
     if task.evaluate:
-        return evaluate_driver(load_driver(task.evaluate, "ppo", make_agent(args)), args, task)
+        return evaluate_driver(restore_driver(task.evaluate, "ppo", make_agent(args)), args, task)
     if task.export:
-        return export_driver(load_driver(task.checkpoint, "ppo", make_agent(args)), task.export, args.game)
+        return export_driver(restore_driver(task.checkpoint, "ppo", make_agent(args)), task.export, args.game)
     return train(args)
 
 

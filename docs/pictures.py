@@ -25,10 +25,11 @@ from PIL import Image, ImageDraw, ImageFont
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from bench_racer import trained  # noqa: E402
 from callbacks_lite import read_csv  # noqa: E402
+from racer.training.drivers import load_driver  # noqa: E402
 from racer.training.evaluation import BEST_REWARD, best_hand_written, evaluate, fastest_lap, full_throttle, score  # noqa: E402
-from racer.view.pictures import draw_lap  # noqa: E402
+from racer.view.pictures import draw_laps  # noqa: E402
+from racer.view.telemetry import Lap  # noqa: E402
 from racer_env import RacerVectorEnv  # noqa: E402
 
 RUNS = HERE / "runs"
@@ -87,11 +88,11 @@ def learning_curves(size=(900, 420), left=70, bottom=50, most=2_000_000, low=6.0
 
 def unseen_tracks(size: int = 300) -> Image.Image:
     """The fastest laps of a driver on tracks that it has never seen."""
-    driver = trained(RUNS / "every-track")
+    driver = load_driver(RUNS / "every-track")
     envs = RacerVectorEnv(len(UNSEEN), UNSEEN, render_mode="rgb_array")
     sheet = Image.new("RGB", (3 * size, 2 * size), "white")
     for i, episode in enumerate(evaluate(driver, envs, UNSEEN, complete=False)):
-        tile = Image.fromarray(draw_lap(**fastest_lap(episode)))
+        tile = Image.fromarray(draw_laps([Lap.of("", **fastest_lap(episode))]))
         tile.thumbnail((size - 6, size - 6), Image.Resampling.LANCZOS)
         sheet.paste(tile, (i % 3 * size + (size - tile.width) // 2, i // 3 * size + (size - tile.height) // 2))
     return sheet

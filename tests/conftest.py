@@ -20,8 +20,8 @@ from bench_racer import drive  # noqa: F401  the tests take it from here
 from racer.game.rules import DEFAULT_CONFIG
 from racer.training.checkpoints import load_checkpoint, saved_args
 from racer.training.command_line import read_command
-from racer.training.drivers import evaluate_driver, load_driver
-from racer.training.evaluation import hand_written_rewards
+from racer.training.drivers import evaluate_driver, restore_driver
+from racer.training.evaluation import hand_written_settings
 from racer_env import REWARD_TERMS
 
 TESTS = Path(__file__).resolve().parent
@@ -54,12 +54,12 @@ def hand_written_driver_drives_once():
         config = Path(config_path).read_text() if config_path else None
         key = tuple(tracks), config, tuple(REWARD_TERMS.items())
         if key not in known:
-            known[key] = hand_written_rewards(tracks, config_path)
+            known[key] = hand_written_settings(tracks, config_path)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("run", "drivers"):
-            patch.setattr(f"racer.training.{module}.hand_written_rewards", cached)
+            patch.setattr(f"racer.training.{module}.hand_written_settings", cached)
         yield
 
 
@@ -94,13 +94,13 @@ def preset(name: str, flag: str) -> dict:
 def driver_of(name: str, path: Path):
     """The trained agent in a checkpoint or run folder."""
     args = saved_args(MODULES[name].Args, load(name, path)["args"])
-    return load_driver(path, name, MODULES[name].make_agent(args))
+    return restore_driver(path, name, MODULES[name].make_agent(args))
 
 
 def evaluate_run(name: str, path: Path, *words, **settings) -> list[dict]:
     """--evaluate"""
     args, task = command_of(name, "--evaluate", path, *words, **{"episodes": 1, **settings})
-    return evaluate_driver(load_driver(path, name, MODULES[name].make_agent(args)), args, task)
+    return evaluate_driver(restore_driver(path, name, MODULES[name].make_agent(args)), args, task)
 
 
 def promised_tags(name: str) -> set[str]:

@@ -14,6 +14,7 @@ from racer.game.config import DEFAULT_CONFIG_PATH, load_config
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS
 from racer.training.evaluation import BEST_LAP_TICKS, BEST_REWARD, Episode, describe, eval_metrics, summarize
+from racer.view.telemetry import BEST_LAPS
 
 ROOT = Path(__file__).resolve().parent.parent
 FASTEST = ROOT / "ai-config-fastest.json"
@@ -22,7 +23,7 @@ LAPS = [(kind, track) for kind in ("clean", "any") for track in TRACKS]
 
 
 def recorded(name: str):
-    actions = np.load(ROOT / "tests" / "golden" / "best-laps" / f"{name}.npz")["actions"]
+    actions = np.load(BEST_LAPS / f"{name}.npz")["actions"]
     return actions.astype(np.float64)
 
 

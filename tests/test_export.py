@@ -13,7 +13,7 @@ from conftest import MODULES, TINY, args_of, both, command_of, driver_of, one_in
 
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
 from racer.game.rules import ACTION_HIGH, ACTION_LOW
-from racer.training.drivers import export_driver, load_driver
+from racer.training.drivers import export_driver, restore_driver
 from racer.training.evaluation import evaluate
 from racer_env import RacerVectorEnv
 
@@ -34,7 +34,7 @@ def export(name: str, checkpoint: Path, folder: Path):
     pytest.importorskip("onnx")
     onnxruntime, module = pytest.importorskip("onnxruntime"), MODULES[name]
     args, task = command_of(name, "--export", folder, "--checkpoint", checkpoint)
-    export_driver(load_driver(task.checkpoint, name, module.make_agent(args)), task.export)
+    export_driver(restore_driver(task.checkpoint, name, module.make_agent(args)), task.export)
     assert sorted(file.name for file in folder.iterdir()) == ["model.onnx", "vecnorm_stats.json"]
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
     stats = json.loads((folder / "vecnorm_stats.json").read_text())

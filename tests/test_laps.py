@@ -14,7 +14,7 @@ from racer.game.rules import REWARD_PARTS, TICKS_PER_SECOND
 from racer.game.sim import RacerSim
 from racer.game.tracks import load_track
 from racer.training.evaluation import (
-    HAND_WRITTEN_REWARD,
+    HAND_WRITTEN,
     Episode,
     best_hand_written,
     describe,
@@ -23,7 +23,7 @@ from racer.training.evaluation import (
     evaluate,
     fastest_lap,
     full_throttle,
-    hand_written_rewards,
+    hand_written_settings,
     score,
     summarize,
 )
@@ -213,7 +213,7 @@ def test_an_evaluation_that_stops_when_the_driver_repeats_itself_says_what_the_w
 def test_many_tracks_are_a_line_each_and_a_summary_with_the_share_of_the_hand_written_driver_s_reward(tmp_path):
     config = short_episodes(tmp_path, 600)
     tracks = [f"random-{number}" for number in range(1, 8)]
-    rewards = hand_written_rewards(tracks, config)
+    rewards = {track: reward for track, (reward, *_) in hand_written_settings(tracks, config).items()}
     episodes = evaluate(lambda obs: full_throttle(obs, 0.5), RacerVectorEnv(7, tracks, config), tracks, complete=False)
     results = [summarize([e], load_config(config), rewards[e.track]) for e in episodes]
     shares = [100 * sum(e.rewards) / rewards[e.track] for e in episodes]
@@ -252,8 +252,8 @@ def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
 
 @pytest.mark.slow
 def test_the_recorded_rewards_of_the_hand_written_driver_are_those_of_its_best_setting():
-    for track, (reward, gain, offset) in best_hand_written(tuple(HAND_WRITTEN_REWARD)).items():
-        assert reward == pytest.approx(HAND_WRITTEN_REWARD[track], abs=5e-5)
+    for track, (reward, gain, offset) in best_hand_written(tuple(HAND_WRITTEN)).items():
+        assert (reward, gain, offset) == pytest.approx(HAND_WRITTEN[track], abs=5e-5)
         rewards = []
         for setting in ((gain, offset), (1.0, 0.0)):
             drive_so = functools.partial(full_throttle, gain=setting[0], offset=setting[1])

@@ -168,7 +168,8 @@ def test_ctrl_c_while_the_bridges_start_ends_them(game, tmp_path, monkeypatch, s
 @pytest.mark.skipif(os.name == "nt", reason="npx is a shell script here")
 def test_a_bridge_of_node_ends_with_the_pipe(game, tmp_path, monkeypatch):
     """The stand-in watches its input by itself; the real game does so because of NODE_OPTIONS, also below a shell."""
-    line = "require('net').createServer().listen(+process.env.BRIDGE_PORT, '127.0.0.1'); console.log('listening on ws://127.0.0.1:' + process.env.BRIDGE_PORT)"
+    server = "require('net').createServer().listen(+process.env.BRIDGE_PORT, '127.0.0.1')"
+    line = f"{server}; console.log('listening on ws://127.0.0.1:' + process.env.BRIDGE_PORT)"
     make_npx(tmp_path / "bin", monkeypatch, f'node -e "{line}"; exit 1')
     urls = start_bridges(game, 2)
     for bridge in launcher._running.bridges:

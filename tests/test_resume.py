@@ -41,7 +41,7 @@ from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import TRACKS
 from racer.training import checkpoints
 from racer.training import run as run_module
-from racer.training.evaluation import evaluate, hand_written_rewards
+from racer.training.evaluation import evaluate, hand_written_settings
 from racer.training.run import Run
 from racer.training.terminal import ProgressLine
 from racer_env import RacerVectorEnv
@@ -320,7 +320,9 @@ def test_best_pt_is_the_better_driver_that_was_written(lab, tmp_path, monkeypatc
 @mostly_shared
 def test_a_replay_is_drawn_of_the_best_lap_even_if_an_earlier_session_drove_it(lab, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(Run, "_draw", lambda self, laps, replay=False: drawn.append((laps[0], replay)))
+    monkeypatch.setattr(
+        run_module, "draw_best", lambda run, finished=False: drawn.append((run.best["laps"][0], finished))
+    )
     lap = {"track_id": "track-01", "trajectory": torch.zeros(5, 7).numpy()}
     monkeypatch.setattr(run_module, "fastest_lap", lambda episode: lap)
     lab.train(tmp_path, total_timesteps=512)
@@ -657,7 +659,7 @@ def test_a_run_with_reward_terms_is_not_resumed_without_them(lab, tmp_path, monk
 @mostly_shared
 def test_every_run_is_compared_with_the_best_hand_written_setting(lab, tmp_path):
     """In its metrics, its summary and in --evaluate --json, also on one track and with rewards of one's own."""
-    reward = hand_written_rewards(["track-01"], lab.usual["config_path"])["track-01"]
+    reward, *_ = hand_written_settings(["track-01"], lab.usual["config_path"])["track-01"]
     lab.train(tmp_path, total_timesteps=512)
     (result,) = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
     expected = pytest.approx(100 * result["mean_reward"] / reward)

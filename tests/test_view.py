@@ -12,7 +12,8 @@ from racer.game.rules import TICKS_PER_SECOND
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS, load_track
 from racer.view import pictures as racer_view
-from racer.view.pictures import SCALE, Painter, draw_lap, lap_replay, racing_line
+from racer.view.pictures import SCALE, Colouring, Painter, draw_laps, lap_replay, racing_line
+from racer.view.telemetry import Lap, best_known_lap
 from racer_env import RacerEnv, RacerVectorEnv
 
 
@@ -51,17 +52,18 @@ def lap():
     track, s = load_track("track-03"), np.linspace(0, load_track("track-03").length, 400)
     heading, speed = np.arctan2(*track.tangent(s).T[::-1]), 110 + 45 * np.sin(np.linspace(0, 6, 400))
     inputs = np.broadcast_to([[1.0], [0.5], [0.0]], (3, 400))
-    return Painter(track), np.column_stack([track.position(s), heading, speed, *inputs])
+    return Painter(track), Lap.of("mine", "track-03", np.column_stack([track.position(s), heading, speed, *inputs]))
 
 
 def test_racing_line_is_coloured_by_speed_and_carries_its_title(lap):
-    painter, places = lap
+    painter, mine = lap
+    places, speed = np.column_stack([mine.columns["x"], mine.columns["y"]]), mine.columns["speed"]
     plain = np.asarray(painter.canvas()[0].reduce(SCALE)).astype(int)
-    picture = racing_line(painter, places).astype(int)
+    picture = racing_line(painter, [mine]).astype(int)
     assert picture.shape[1] == plain.shape[1] and picture.shape[0] > plain.shape[0], "a strip for the caption"
-    for i in (places[:, 3].argmax(), places[:, 3].argmin()):
-        place = tuple(int(v / SCALE) for v in painter.to_pixels(places[i, :2])[0])[::-1]
-        assert np.abs(picture[place] - racer_view.speed_colour(places[i, 3])).max() < 60
+    for i in (speed.argmax(), speed.argmin()):
+        place = tuple(int(v / SCALE) for v in painter.to_pixels(places[i])[0])[::-1]
+        assert np.abs(picture[place] - Colouring([mine]).at((speed[i] - 60) / 100)).max() < 60
     line = picture[: len(plain)]
     assert (np.abs(line - plain).max(2) > 40).sum() > 2000
     caption = picture[len(plain) :]
@@ -71,16 +73,32 @@ def test_racing_line_is_coloured_by_speed_and_carries_its_title(lap):
 
 def test_colours_mean_the_same_speed_in_every_picture():
     """A car at top speed all the way looks like one, and a slow one does not."""
-    fastest, slowest = (tuple(int(v) for v in racer_view.SPEED_COLOURS[i]) for i in (-1, 0))
-    assert racer_view.speed_colour(160.0) == fastest and racer_view.speed_colour(160.0 - 1e-9) != slowest
-    assert racer_view.speed_colour(60.0) == racer_view.speed_colour(3.0) == slowest
+    best = best_known_lap("track-01")
+    colouring, (slowest, *_, fastest) = Colouring([best]), racer_view.SPEED_COLOURS.tolist()
+    assert (np.ptp(best.columns["speed"]) < 1) and list(colouring.at(colouring.shares[50])) == fastest
+    assert list(colouring.at(0.0)) == list(colouring.at(-3.0)) == slowest
+
+
+def test_beside_another_lap_the_line_shows_where_it_loses_time():
+    best = best_known_lap("track-03")
+    slow = {
+        **best.columns,
+        **{name: np.repeat(best.columns[name], 2) for name in ("x", "y", "arc", "heading", "speed")},
+    }
+    slow = Lap("slow", "track-03", {name: np.resize(values, len(slow["x"])) for name, values in slow.items()})
+    colouring = Colouring([slow, best])
+    gains, loses = colouring.at(0.0), colouring.at(1.0)
+    assert colouring.ends == ("gains time", "loses time") and loses[0] > gains[0] and loses[2] < gains[2]
+    assert colouring.shares[20:-20].min() > 0.75, "everywhere it takes twice as long"
+    with_ghost, alone = draw_laps([best, slow]), draw_laps([best])
+    assert with_ghost.shape[0] > alone.shape[0] and len(draw_laps([slow, best], replay=True)) > 10_000
 
 
 def test_replay_is_an_animation_in_real_time_with_the_inputs(lap):
     from PIL import Image
 
-    painter, places = lap
-    gif = Image.open(io.BytesIO(lap_replay(Painter(painter.track, 240), places)))
+    painter, mine = lap
+    gif = Image.open(io.BytesIO(lap_replay(Painter(painter.track, 240), [mine])))
     assert gif.format == "GIF" and gif.n_frames == 133 and gif.size[0] <= 242
     assert gif.n_frames * gif.info["duration"] / 1000 == pytest.approx(400 / TICKS_PER_SECOND, rel=0.01)
     frames = []
@@ -120,5 +138,6 @@ def test_the_places_of_an_episode_are_where_the_engine_had_the_car(on_bridge, go
     places = envs.trajectory(1, last_episode=True)
     np.testing.assert_array_equal(places, expected)
     assert np.ptp(envs.trajectory(0, last_episode=True)[:, 0]) == 0, "this one stood still"
-    assert draw_lap("track-02", places).shape[2] == 3 and draw_lap("track-02", places, replay=True)[:4] == b"GIF8"
+    lap = Lap.of("", "track-02", places)
+    assert draw_laps([lap]).shape[2] == 3 and draw_laps([lap], replay=True)[:4] == b"GIF8"
     envs.close()

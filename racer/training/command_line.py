@@ -125,6 +125,8 @@ class Task:
     """with --evaluate and --start anywhere, or in the game: episodes per track (from the grid all are the same)"""
     json: Path | None = None
     """with --evaluate: also write the results to this file"""
+    telemetry: Path | None = None
+    """with --evaluate: also write every lap, tick by tick, to this CSV file"""
     export: Path | None = None
     """write the driver of --checkpoint to this folder, as the browser game loads it (ONNX); with --game and no folder, into the
     game"""
@@ -145,7 +147,7 @@ class Preset(NamedTuple):
 def peek_args(argv: list[str]) -> argparse.Namespace:
     """The flags that decide which defaults the others have. ValueError for flags that exclude or need each other."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("start-from", "resume", "evaluate", "json", "checkpoint", "game"):
+    for name in ("start-from", "resume", "evaluate", "json", "telemetry", "checkpoint", "game"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
     for name in ("track-id", "bridge-url"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*", default=None)
@@ -161,7 +163,8 @@ def peek_args(argv: list[str]) -> argparse.Namespace:
         raise ValueError(f"{' and '.join(tasks)} are mutually exclusive")
     if given.slow_game and (given.resume or given.evaluate or given.export):
         raise ValueError(f"--slow-game brings defaults for a new run; leave it out with {tasks[0]}")
-    for flag, other in (("export", "checkpoint"), ("checkpoint", "export"), ("json", "evaluate")):
+    needs = {"export": "checkpoint", "checkpoint": "export", "json": "evaluate", "telemetry": "evaluate"}
+    for flag, other in needs.items():
         if getattr(given, flag) and not getattr(given, other):
             raise ValueError(f"--{flag} needs --{other} as well")
     if given.random_tracks and given.track_id:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import json
 import shutil
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE, obs_moments
-from racer.training.checkpoints import load_checkpoint, must_fit
-from racer.training.evaluation import describe, describe_all, evaluate, hand_written_rewards, summarize
+from racer.training.checkpoints import load_checkpoint, must_fit, saved_args
+from racer.training.evaluation import describe, describe_all, evaluate, hand_written_settings, laps_of, summarize
 from racer.training.processes import rank
 from racer.training.terminal import print_safely
+from racer.view.telemetry import save_laps
 from racer_env import RacerVectorEnv
 
 
@@ -43,7 +45,30 @@ class Driver(torch.nn.Module):
         return self(self.normalize(torch.from_numpy(obs))).numpy()
 
 
-def load_driver(path: Path, algorithm: str, agent: Driver) -> Driver:
+class TrainedDriver:
+    """A driver for code of your own: driver(observations) -> actions, of one car (14,) or of many (N, 14).
+
+    `args` are the settings of its training, `steps` how long that was.
+    """
+
+    def __init__(self, agent: Driver, args, steps: int):
+        self.agent, self.args, self.steps = agent, args, steps
+
+    def __call__(self, observations) -> np.ndarray:
+        observations = np.asarray(observations, np.float32)
+        return self.agent.drive(np.atleast_2d(observations)).reshape(*observations.shape[:-1], -1)
+
+
+def load_driver(path: str | Path) -> TrainedDriver:
+    """The driver of a run folder (its best one) or of a checkpoint, of either algorithm."""
+    checkpoint = load_checkpoint(path, None, prefer="best.pt")
+    trainer = importlib.import_module(f"{checkpoint['algorithm']}_racer")  # the file that trained it knows its networks
+    args = saved_args(trainer.Args, checkpoint["args"])
+    agent = restore_driver(path, checkpoint["algorithm"], trainer.make_agent(args))
+    return TrainedDriver(agent, args, checkpoint["run"]["steps"])
+
+
+def restore_driver(path: str | Path, algorithm: str, agent: Driver) -> Driver:
     """Load the driver of a checkpoint into `agent`. Only the actor is needed, so the critics may have another shape."""
     parts = load_checkpoint(path, algorithm, prefer="best.pt")["parts"]
     needed = [name for name in agent.state_dict() if name.startswith(("actor.", "obs_"))]
@@ -57,25 +82,30 @@ def evaluate_driver(agent: Driver, args, task) -> list[dict]:
     if rank() > 0:
         return []
     torch.set_num_threads(1)  # as in training
-    if task.json:
-        task.json.open("a").close()  # fail now, not after the drive
+    for file in (task.json, task.telemetry):
+        if file:
+            file.open("a").close()  # fail now, not after the drive
     from_grid = args.start == "grid"
     count, tracks, references = task.episodes, args.tracks, {}
     if from_grid and not args.urls:  # deterministic: one episode is like the other, and like that of the training
-        count, references = 1, hand_written_rewards(tracks, args.config_path)
+        count, references = 1, hand_written_settings(tracks, args.config_path)
     print_safely(
         f"{count} {'episode' if count == 1 else 'episodes'} per track, from {'the grid' if from_grid else 'anywhere'}"
     )
     settings = {"bridge_url": args.urls or None, "start": args.start, "retries": args.bridge_retries}
+    settings |= {"render_mode": "rgb_array"} if task.telemetry else {}
     with contextlib.closing(RacerVectorEnv(count * len(tracks), tracks, args.config_path, **settings)) as envs:
         episodes = evaluate(agent.drive, envs, tracks, args.seed)
     results = [
-        summarize(episodes[i :: len(tracks)], envs.config, references.get(track)) for i, track in enumerate(tracks)
+        summarize(episodes[i :: len(tracks)], envs.config, references.get(track, [None])[0])
+        for i, track in enumerate(tracks)
     ]
     for result in results:
         print_safely(describe(result))
     if len(results) > 1:
         print_safely(describe_all(results))
+    if task.telemetry:
+        save_laps(task.telemetry, [lap for episode in episodes for lap in laps_of(episode)])
     if task.json:
         task.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
     return results

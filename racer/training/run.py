@@ -24,7 +24,6 @@ import math
 import shlex
 import signal
 import time
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -38,8 +37,9 @@ from racer.training.checkpoints import (
     CHECKPOINT_FORMAT, like, load_checkpoint, make_run_folder, must_fit, network_settings, plain_settings, provenance,
     resumed_folder, write_checkpoint,
 )  # fmt: skip
+from racer.training.gallery import draw_best
 from racer.training.evaluation import (
-    eval_metrics, evaluate, fastest_lap, hand_written_rewards, lines_of, score, summarize,
+    eval_metrics, evaluate, fastest_lap, hand_written_settings, lines_of, score, summarize,
 )  # fmt: skip
 from racer.training.processes import (
     ProcessError, SharedError, all_gather, broadcast_from_rank0, gather_on_rank0, rank, remember, run_on_all, world_size,
@@ -71,8 +71,9 @@ class Run:
         self.stats, self.clock = parts["stats"], Clock()
         self.steps = self._steps_before = 0
         self.best = {"score": -math.inf, "step": 0, "results": [], "laps": []}
+        self.first_laps: dict[str, dict] = {}  # by track: the fastest lap of the first evaluation with one
         self.start_results: list[dict] = []  # with --start-from: what the first driver reached
-        self.hand_written: dict[str, float] = {}  # the reward of its best setting by track
+        self.hand_written: dict[str, tuple] = {}  # the reward of its best setting by track, and that setting
         self.metrics: dict[str, float] = {}
         self.saved = True
         self.stopped: int | None = None  # the signal that stops all processes
@@ -103,7 +104,7 @@ class Run:
             if isinstance(part, torch.nn.Module):  # machines of different kinds may round differently
                 part.load_state_dict(broadcast_from_rank0(part.state_dict))
         if not self._difference:  # each process drives its share of the tracks
-            own = run_on_all(hand_written_rewards, args.tracks[rank() :: world_size()], args.config_path)
+            own = run_on_all(hand_written_settings, args.tracks[rank() :: world_size()], args.config_path)
             self.hand_written = {track: reward for part in all_gather(own) for track, reward in part.items()}
         broadcast_from_rank0(self._open, note)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -181,8 +182,9 @@ class Run:
                     part.merge_states([like(state, part.get_state()) for state in saved[name]])
             run = checkpoint["run"]
             self.steps, self.seconds_before, self.best = run["steps"], run["seconds_before"], run["best"]
-            self.start_results = run.get("start_results", [])
-            self.best["laps"] = [{**lap, "trajectory": lap["trajectory"].numpy()} for lap in self.best["laps"]]
+            self.start_results, self.first_laps = run.get("start_results", []), run.get("first_laps", {})
+            for lap in (*self.best["laps"], *self.first_laps.values()):
+                lap["trajectory"] = lap["trajectory"].numpy()
         if not same_processes:
             change = f"{world_size()} instead of {processes} processes"
             notes.append(f"resuming with {change}: all cars begin new episodes, and the run is not bit-exact")
@@ -281,7 +283,7 @@ class Run:
             if not self.save("best.pt"):
                 self.best = before
             elif rank() == 0:
-                self._draw(better["laps"])
+                draw_best(self)
 
     def _evaluate(self, drive: Callable) -> dict | None:
         episodes = evaluate(drive, self.eval_envs, self.args.tracks, complete=self.finished)
@@ -290,35 +292,18 @@ class Run:
             self.logger.record(name, value)
         for line in lines_of(results):
             self.terminal.print(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {line}")
+        laps = [lap for episode in episodes[:MANY_TRACKS] if (lap := fastest_lap(episode))]
+        for lap in laps:
+            self.first_laps.setdefault(lap["track_id"], {"step": self.steps, **lap})
         if reward <= self.best["score"]:
             return None
-        laps = [lap for episode in episodes[:MANY_TRACKS] if (lap := fastest_lap(episode))]
         extrapolated = any(episode.extrapolated for episode in episodes)
         return {
             "score": reward, "step": self.steps, "results": results, "laps": laps, "extrapolated": extrapolated,
         }  # fmt: skip
 
     def summarize(self, episodes) -> list[dict]:
-        return [summarize([e], self.eval_envs.config, self.hand_written.get(e.track)) for e in episodes]
-
-    def _draw(self, laps: list[dict], replay: bool = False) -> None:
-        """A lap of every track as a racing line or as a replay, to TensorBoard and the run folder. Errors only warn."""
-        try:
-            with self.clock("pictures"):
-                from racer.view.pictures import draw_lap, save_picture
-
-                for lap in laps:
-                    name = track_name(lap["track_id"])
-                    tag, suffix = ("", "") if len(self.args.tracks) == 1 else (f"{name}/", f"-{name}")
-                    picture = draw_lap(**lap, replay=replay)
-                    if replay:
-                        self.logger.animation(f"eval/{tag}replay", picture, self.steps)
-                        (self.folder / f"replay{suffix}.gif").write_bytes(picture)
-                    else:
-                        self.logger.image(f"eval/{tag}racing_line", picture, self.steps)
-                        save_picture(self.folder / f"racing_line{suffix}.png", picture)
-        except Exception as error:  # no Pillow, a full disk
-            warnings.warn(f"no picture of the best lap ({error!r}); training continues", stacklevel=2)
+        return [summarize([e], self.eval_envs.config, self.hand_written.get(e.track, [None])[0]) for e in episodes]
 
     def log(self) -> None:
         """Write a row of metrics, and let every process know whether one of them received a signal."""
@@ -351,7 +336,12 @@ class Run:
                 for key, part in self.parts.items()
                 if key not in self.unsaved
             }
-            run = {"steps": self.steps, "seconds_before": self.seconds, "best": self.best}
+            run = {
+                "steps": self.steps,
+                "seconds_before": self.seconds,
+                "best": self.best,
+                "first_laps": self.first_laps,
+            }
             checkpoint = {
                 "algorithm": self.algorithm,
                 "format": CHECKPOINT_FORMAT,
@@ -406,7 +396,7 @@ class Run:
             return {**reached, "signal": self.stopped, "saved": self.saved}
         self._evaluate_best()
         if self.finished:
-            self._draw(self.best["laps"], replay=True)
+            draw_best(self, finished=True)
         return report(self)
 
     def _evaluate_best(self) -> None:

@@ -1,11 +1,11 @@
 """Pictures of the race: a track seen from above, cars on it, a lap as a racing line and as an animated replay. Needs Pillow.
 
-    picture = draw_lap("track-01", trajectory)              # a lap as a racing line
-    gif = draw_lap("track-01", trajectory, replay=True)     # the same lap, driven again in real time
+    picture = draw_laps([lap, best_known_lap("track-01")])          # a lap as a racing line, beside a ghost
+    gif = draw_laps([lap], replay=True)                             # the same lap, driven again in real time
 
     1  Painter      one track: runoff, shoulder, road, walls, start line, cars
     2  Camera       what render() shows: the cars of a simulation and their trails
-    3  a lap        coloured by speed as a racing line, or driven again in real time as a replay with its inputs
+    3  laps         as a racing line, coloured by the time lost against another lap, or driven again as a replay
 
 y points up, as in the game.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from racer.game.rules import MAX_SPEED, SHOULDER_WIDTH, TICKS_PER_SECOND
 from racer.game.sim import RacerSim
 from racer.game.track import Track
 from racer.game.tracks import load_track
+from racer.view.telemetry import PLACE, Lap
 
 PICTURE_SIZE = 800  # pixels along the longer side of a track
 REPLAY_SIZE = 480
@@ -50,6 +52,10 @@ COLOURS = {
 SPEED_COLOURS = np.array(
     [(68, 40, 130), (47, 108, 178), (31, 161, 135), (140, 205, 70), (253, 231, 37), (255, 130, 40)]
 )
+LOSS_COLOURS = np.array(
+    [(60, 140, 220), (150, 205, 240), (235, 235, 225), (253, 174, 97), (230, 70, 20)]
+)  # from gain to loss
+GHOST_COLOURS = ((190, 220, 255), (255, 190, 235), (170, 240, 200), (255, 225, 150), (215, 200, 255))
 SPEED_RANGE = (60.0, MAX_SPEED)  # units/s, from the first colour to the last
 GIF_FRAME_TICKS = 3  # 50 ms: a GIF counts in hundredths of a second
 GIF_MAX_SECONDS = 20
@@ -133,15 +139,16 @@ class Painter:
         self.paint_car(pen, x, y, heading)
         return np.array(image.reduce(SCALE))
 
-    def paint_car(self, pen, x: float, y: float, heading: float) -> None:
-        """An arrowhead along the heading, larger than the car (a disc of radius 1), so that it can be seen."""
+    def paint_car(self, pen, x: float, y: float, heading: float, colour=COLOURS["car"]) -> None:
+        """An arrowhead, larger than the car (a disc of radius 1), so that it can be seen."""
+        self.paint_arrow(pen, x, y, heading, COLOURS["outline"], 1.35)
+        self.paint_arrow(pen, x, y, heading, colour, 1.0)
+
+    def paint_arrow(self, pen, x: float, y: float, heading: float, colour, size: float) -> None:
         along = np.array([math.cos(heading), math.sin(heading)])
-        left = np.array([-along[1], along[0]])
-        unit = 7.0 * SCALE / self.zoom
-        for grow, colour in ((1.35, "outline"), (1.0, "car")):
-            shape = [(2.0, 0.0), (-1.3, 1.15), (-0.7, 0.0), (-1.3, -1.15)]
-            corners = [np.array([x, y]) + unit * grow * (a * along + b * left) for a, b in shape]
-            pen.polygon(self.to_pixels(corners), fill=COLOURS[colour])
+        left, unit = np.array([-along[1], along[0]]), 7.0 * size * SCALE / self.zoom
+        shape = [(2.0, 0.0), (-1.3, 1.15), (-0.7, 0.0), (-1.3, -1.15)]
+        pen.polygon(self.to_pixels([(x, y) + unit * (a * along + b * left) for a, b in shape]), fill=colour)
 
 
 painter_of = functools.lru_cache(maxsize=32)(Painter)  # painting a track is slow
@@ -153,12 +160,9 @@ painter_of = functools.lru_cache(maxsize=32)(Painter)  # painting a track is slo
 class Camera:
     """Where the cars are and have been. The bridge does not send positions, so an embedded twin drives along there."""
 
-    PLACE = ("x", "y", "heading", "speed", "steer", "throttle", "brake")
-
     def __init__(self, sim: RacerSim, is_twin: bool):
         self.sim, self.is_twin = sim, is_twin
-        # Per car, of this episode and of the last complete one, at the start and after every tick: x, y, heading, speed, and
-        # the car's smoothed inputs: steer, throttle, brake.
+        # Per car, of this episode and of the last complete one, at the start and after every tick: PLACE.
         self.places: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
         self.last_episode: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
 
@@ -176,7 +180,7 @@ class Camera:
             self.places[i].append(self._place(i))
 
     def _place(self, car: int) -> tuple:
-        return tuple(getattr(self.sim, name)[car] for name in self.PLACE)
+        return tuple(getattr(self.sim, name)[car] for name in PLACE)
 
     def picture(self, car: int) -> np.ndarray:
         x, y, heading, *_ = self._place(car)
@@ -191,54 +195,85 @@ def make_camera(cars, config: dict) -> Camera:
     return Camera(RacerSim(len(cars.track_ids), cars.track_ids, config), is_twin=True)
 
 
-# == 3  A lap ==========================================================================================================
+# == 3  Laps ===========================================================================================================
 
 
-def draw_lap(track_id: str, trajectory: np.ndarray, replay: bool = False):
-    """A lap from the trajectory (T + 1, 7) of its car (see Camera). -> (H, W, 3) uint8, or its replay as an encoded GIF"""
-    track = load_track(track_id)
-    return (
-        lap_replay(painter_of(track, REPLAY_SIZE), trajectory) if replay else racing_line(painter_of(track), trajectory)
-    )
+def draw_laps(laps: Sequence[Lap], replay: bool = False):
+    """The first lap, and the others as ghosts. -> (H, W, 3) uint8, or an animated GIF in real time, encoded
+
+    The first one is coloured by the time that it loses against the second, or by its speed if there is no other.
+    """
+    track = load_track(laps[0].track_id)
+    return lap_replay(painter_of(track, REPLAY_SIZE), laps) if replay else racing_line(painter_of(track), laps)
 
 
 def save_picture(path: Path, picture: np.ndarray) -> None:
     Image.fromarray(picture).save(path)
 
 
-def speed_colour(speed: float) -> tuple[int, int, int]:
-    """The same scale in all pictures, so that they can be compared; the last colour is the top speed."""
-    slow, fast = SPEED_RANGE
-    place = min(max((speed - slow) / (fast - slow), 0.0), 1.0) * (len(SPEED_COLOURS) - 1)
-    low = min(int(place), len(SPEED_COLOURS) - 2)
-    colour = SPEED_COLOURS[low] + (SPEED_COLOURS[low + 1] - SPEED_COLOURS[low]) * (place - low)
-    return tuple(int(c) for c in colour)
+class Colouring:
+    """The colour of a lap at every tick, and its scale: what stands at its ends."""
+
+    def __init__(self, laps: Sequence[Lap]):
+        lap = laps[0]
+        if len(laps) > 1:
+            values = lap.lost_to(laps[1])
+            most = max(0.2, float(np.abs(values).max()))
+            self.ramp, self.shares, self.ends = LOSS_COLOURS, (values + most) / (2 * most), ("gains time", "loses time")
+        else:
+            low, high = SPEED_RANGE
+            self.ramp, self.shares = SPEED_COLOURS, (lap.columns["speed"] - low) / (high - low)
+            self.ends = (f"{low:.0f}", f"{high:.0f} units/s")
+
+    def at(self, share: float) -> tuple[int, int, int]:
+        place = min(max(float(share), 0.0), 1.0) * (len(self.ramp) - 1)
+        low = min(int(place), len(self.ramp) - 2)
+        return tuple(int(c) for c in self.ramp[low] + (self.ramp[low + 1] - self.ramp[low]) * (place - low))
 
 
-def racing_line(painter: Painter, places: np.ndarray) -> np.ndarray:
-    """A lap on its track, coloured by speed. -> (H, W, 3) uint8"""
+def racing_line(painter: Painter, laps: Sequence[Lap]) -> np.ndarray:
     image, pen = painter.canvas()
-    _paint_way(painter, pen, places)
-    picture, pen, unit = _with_caption(image.reduce(SCALE))
-    pen.text((unit, picture.height - 4.2 * unit), f"{painter.track.name}  {_seconds(places)}", **_letters(2.9 * unit))
-    left, top, width = picture.width - 21 * unit, picture.height - 4.2 * unit, round(20 * unit)
+    colouring = Colouring(laps)
+    _paint_ghosts(painter, pen, laps)
+    _paint_way(painter, pen, laps[0], colouring, 0, len(laps[0].progress) - 1)
+    _paint_direction(painter, pen, laps[0])
+    picture, pen, unit = _with_caption(image.reduce(SCALE), 5 + 2.8 * (len(laps) > 1))
+    top = painter.base.height / SCALE + 0.8 * unit
+    pen.text((unit, top), f"{painter.track.name}  {_seconds(laps[0])}", **_letters(2.9 * unit))
+    for i, (lap, colour) in enumerate(zip(laps[1:], GHOST_COLOURS, strict=False)):
+        letters = _letters(2.2 * unit) | {"fill": colour}
+        pen.text((unit + 27 * unit * i, top + 4 * unit), f"{lap.name}  {_seconds(lap)}", **letters)
+    left, width = picture.width - 21 * unit, round(20 * unit)
     for i in range(width):
-        speed = SPEED_RANGE[0] + (SPEED_RANGE[1] - SPEED_RANGE[0]) * i / width
-        pen.line((left + i, top, left + i, top + 1.2 * unit), fill=speed_colour(speed))
-    pen.text((left, top + 1.4 * unit), f"{SPEED_RANGE[0]:.0f} to {SPEED_RANGE[1]:.0f} units/s", **_letters(2.3 * unit))
+        pen.line((left + i, top, left + i, top + 1.2 * unit), fill=colouring.at(i / width))
+    for x, anchor, text in ((left, "la", colouring.ends[0]), (left + width, "ra", colouring.ends[1])):
+        pen.text((x, top + 1.4 * unit), text, anchor=anchor, **_letters(2.0 * unit))
     return np.asarray(picture)
 
 
-def _paint_way(painter: Painter, pen, places: np.ndarray) -> None:
-    way = painter.to_pixels(places[:, :2])
-    for a, b, place in zip(way, way[1:], places, strict=False):
-        pen.line((*a, *b), fill=speed_colour(place[3]), width=7)
+def _paint_way(painter: Painter, pen, lap: Lap, colouring: Colouring, begin: int, end: int) -> None:
+    way = painter.to_pixels(np.stack([lap.columns["x"], lap.columns["y"]], axis=1)[begin : end + 1])
+    for a, b, share in zip(way, way[1:], colouring.shares[begin:], strict=False):
+        pen.line((*a, *b), fill=colouring.at(share), width=7)
 
 
-def _with_caption(picture: Image.Image):
+def _paint_ghosts(painter: Painter, pen, laps: Sequence[Lap]) -> None:
+    for lap, colour in reversed(list(zip(laps[1:], GHOST_COLOURS, strict=False))):
+        pen.line(painter.to_pixels(np.stack([lap.columns["x"], lap.columns["y"]], axis=1)), fill=colour, width=3)
+
+
+def _paint_direction(painter: Painter, pen, lap: Lap) -> None:
+    """Arrowheads along the line, which way the car goes."""
+    for share in (np.arange(8) + 0.5) / 8:
+        tick = min(int(np.searchsorted(lap.progress, share)), len(lap.progress) - 1)
+        x, y, heading = (lap.columns[name][tick] for name in ("x", "y", "heading"))
+        painter.paint_arrow(pen, x, y, heading, COLOURS["text"], 0.8)
+
+
+def _with_caption(picture: Image.Image, units: float = 5):
     """The picture with a caption strip below it: picture, pen, and the strip's unit of size. Readable at a third of its size."""
     unit = picture.width / 60
-    larger = Image.new("RGB", (picture.width, picture.height + round(5 * unit)), COLOURS["outline"])
+    larger = Image.new("RGB", (picture.width, picture.height + round(units * unit)), COLOURS["outline"])
     larger.paste(picture)
     return larger, ImageDraw.Draw(larger), unit
 
@@ -247,25 +282,28 @@ def _letters(size: float) -> dict:
     return {"font": ImageFont.load_default(size=size), "fill": COLOURS["text"]}
 
 
-def _seconds(places: np.ndarray) -> str:
-    return f"{(len(places) - 1) / TICKS_PER_SECOND:.3f} s"
+def _seconds(lap: Lap) -> str:
+    return f"{lap.seconds:.3f} s" if lap.complete else "no lap"
 
 
-def lap_replay(painter: Painter, places: np.ndarray) -> bytes:
-    """A lap as an animated GIF in real time: the car drives, its line stays behind it; time, speed, inputs. -> the encoded file"""
+def lap_replay(painter: Painter, laps: Sequence[Lap]) -> bytes:
+    """The cars drive, the line of the first stays behind it; time, speed, inputs."""
     image, pen = painter.canvas()
-    most_frames = GIF_MAX_SECONDS * TICKS_PER_SECOND // GIF_FRAME_TICKS
-    every = max(GIF_FRAME_TICKS, math.ceil(len(places) / most_frames))
+    colouring, last = Colouring(laps), max(len(lap.progress) for lap in laps) - 1
+    _paint_ghosts(painter, pen, laps)
+    every = max(GIF_FRAME_TICKS, math.ceil(last / (GIF_MAX_SECONDS * TICKS_PER_SECOND // GIF_FRAME_TICKS)))
     frames, palette = [], None
-    for end in range(every, len(places), every):
-        _paint_way(painter, pen, places[end - every : end + 1])
+    for tick in range(every, last + 1, every):
+        _paint_way(painter, pen, laps[0], colouring, tick - every, min(tick, len(laps[0].progress) - 1))
         frame = image.copy()
-        painter.paint_car(ImageDraw.Draw(frame), *places[end, :3])
-        frame = _with_inputs(frame.reduce(SCALE), places[: end + 1])
-        if palette is None:  # one palette for all, of the track with every colour of speed on it
+        for lap, colour in reversed(list(zip(laps, (COLOURS["car"], *GHOST_COLOURS), strict=False))):
+            at = min(tick, len(lap.progress) - 1)
+            painter.paint_car(ImageDraw.Draw(frame), *(lap.columns[name][at] for name in ("x", "y", "heading")), colour)
+        frame = _with_inputs(frame.reduce(SCALE), laps[0], tick)
+        if palette is None:  # one palette for all, of the track with every colour on it
             swatches = frame.copy()
-            for i, speed in enumerate(np.linspace(*SPEED_RANGE, 64)):
-                swatches.paste(speed_colour(speed), (i * 4, 0, i * 4 + 4, 8))
+            for i in range(64):
+                swatches.paste(colouring.at(i / 63), (i * 4, 0, i * 4 + 4, 8))
             palette = swatches.quantize(128)
         frames.append(frame.quantize(palette=palette, dither=Image.Dither.NONE))
     out = io.BytesIO()
@@ -274,11 +312,13 @@ def lap_replay(painter: Painter, places: np.ndarray) -> bytes:
     return out.getvalue()
 
 
-def _with_inputs(picture: Image.Image, places: np.ndarray) -> Image.Image:
+def _with_inputs(picture: Image.Image, lap: Lap, tick: int) -> Image.Image:
     """The current time and speed, and bars: steering to either side of the middle, throttle and brake from the left."""
     picture, pen, unit = _with_caption(picture)
-    speed, steer, throttle, brake = places[-1, 3:]
-    pen.text((unit, picture.height - 4.6 * unit), f"{_seconds(places)}  {speed:3.0f}/s", **_letters(3.4 * unit))
+    at = min(tick, len(lap.progress) - 1)
+    speed, steer, throttle, brake = (lap.columns[name][at] for name in ("speed", "steer", "throttle", "brake"))
+    text = f"{tick / TICKS_PER_SECOND:.3f} s  {speed:3.0f}/s" if at == tick else _seconds(lap)
+    pen.text((unit, picture.height - 4.6 * unit), text, **_letters(3.4 * unit))
     left, width = picture.width - 20 * unit, 19 * unit
     bars = (("steer", 0.5, 0.5 + steer / 2), ("throttle", 0.0, throttle), ("brake", 0.0, brake))
     for row, (name, begin, end) in enumerate(bars):
