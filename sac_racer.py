@@ -447,8 +447,9 @@ def train(args: Args) -> dict:
         while not run.done:
             if args.anneal_lr:
                 set_learning_rates(actor_optimizer, critic_optimizer, args, 1 - run.progress)
-            history = []
-            for _ in range(args.actions_per_iteration):
+            history, rest = [], math.ceil((args.total_timesteps - run.steps) / args.steps_per_action)
+            count = min(args.actions_per_iteration, rest)
+            for _ in range(count):
                 obs = torch.from_numpy(envs.observations)
                 with run.clock("policy"), torch.no_grad():
                     actions, _ = agent.sample(agent.normalize(obs), noise.draw(generator))
@@ -464,7 +465,7 @@ def train(args: Args) -> dict:
                 buffer.add(obs, actions, rewards, next_obs, terminated | truncated, infos)
                 scaler.update(rewards[None], (terminated | truncated)[None], all_gather)
             metrics = {name: float(np.mean([m[name] for m in history])) for name in history[0]} if history else {}
-            run.advance(args.actions_per_iteration * args.steps_per_action, metrics)
+            run.advance(count * args.steps_per_action, metrics)
             if run.due(args.eval_every):
                 run.evaluate(agent.drive)  # the best driver is saved as best.pt
             run.log()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -203,6 +205,8 @@ def start():
         command = [sys.executable, str(script or ROOT / f"{name}_racer.py"), *map(str, words), *flags(settings)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        if os.name != "nt":  # where the tests run in the background, Ctrl+C is ignored
+            pipes["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         processes.append(subprocess.Popen(command, **pipes, text=True, env=environment))
         return processes[-1]
 

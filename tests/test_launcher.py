@@ -137,7 +137,13 @@ def test_a_port_that_somebody_took_is_left_to_them(game, tmp_path, monkeypatch):
     assert not ports and listens(url)
 
 
-TRAINER = "from racer.game.launcher import start_bridges; print(*start_bridges({game!r}, 2), flush=True); input()"
+TRAINER = """
+import signal
+from racer.game.launcher import start_bridges
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+print(*start_bridges({game!r}, 2), flush=True)
+input()
+"""
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM] if os.name != "nt" else [])
@@ -177,6 +183,7 @@ def test_a_bridge_of_node_ends_with_the_pipe(game, tmp_path, monkeypatch):
     wait_until_gone(urls)
 
 
+@pytest.mark.slow
 def test_train_resume_elsewhere_and_evaluate_in_the_game(game, tmp_path):
     settings = {"run_dir": tmp_path, "run_name": "run", "log_every": 200, "learning_starts": 200, "batch_size": 16}
     args = args_of("sac", "--game", game, total_timesteps=400, **settings)

@@ -108,8 +108,9 @@ class GameBridges:
             self._watcher.join()
         for bridge in self.bridges:
             bridge.hang_up()
+        patient_until_s = time.monotonic() + STOP_TIMEOUT_S
         for bridge in self.bridges:
-            bridge.close()
+            bridge.close(patient_until_s)
 
 
 class Bridge:
@@ -180,11 +181,10 @@ class Bridge:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
-    def close(self) -> None:
-        """End all its processes, also those that hang."""
-        self.hang_up()
+    def close(self, patient_until_s: float) -> None:
+        """After `hang_up`: end all its processes, also those that hang."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT_S)
+            self.process.wait(max(0.0, patient_until_s - time.monotonic()))
         if os.name == "nt":
             if self.process.poll() is None:
                 subprocess.run(["taskkill", "/T", "/F", "/PID", str(self.process.pid)], capture_output=True)

@@ -128,6 +128,7 @@ def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "chec
     if checkpoint.get("format") != CHECKPOINT_FORMAT or not {"args", "parts", "config", "run"} <= set(checkpoint):
         found = f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}"
         raise ValueError(f"{found}: another version wrote it. Use that version, or retrain")
+    checkpoint["args"].setdefault("action_repeat", 1)  # PPO chose every tick before there was this setting
     return checkpoint
 
 
