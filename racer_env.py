@@ -28,18 +28,17 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from racer.game.bridge import BridgeError, retry_pause_s
-from racer.game.cars import EmbeddedCars, StuckDetector, as_names, check_actions, make_cars
+from racer.game.cars import EmbeddedCars, as_names, check_actions, make_cars
 from racer.game.checks import excerpt
 from racer.game.config import load_config
+from racer.game.episodes import Episodes, StuckDetector, add_tick, with_masks
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
 from racer.game.random_numbers import fleet_seeds
 from racer.game.rewards import REWARD_TERMS, add_reward_terms
-from racer.game.rules import ACTION_HIGH, ACTION_LOW, RESET_INFO, REWARD_PARTS, STEP_INFO, TICKS_PER_SECOND
+from racer.game.rules import ACTION_HIGH, ACTION_LOW, RESET_INFO, STEP_INFO, TICKS_PER_SECOND
 from racer.game.tracks import TRACKS, load_track
 
 ENV_ID = "TopDownRacer-v0"
-NEVER = np.int64(2**62)
-STAGGER_STRIDE = 7919  # a prime, so that neighbouring cars are far apart in the order of their first ends
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +243,6 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     """
 
     metadata = {**RacerEnv.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
-    OWN_STATE = ("returns", "lengths", "countdown")
 
     def __init__(
         self,
@@ -273,19 +271,13 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         scaled["weights"]["offTrackPenalty"] *= off_road_penalty_scale
         self._make_cars = functools.partial(make_cars, num_envs, track_id, scaled, bridge_url, start, first_car)
         self._cars = self._make_cars()
-        self.num_envs, self._stuck = int(num_envs), StuckDetector(num_envs, stuck_ticks)
+        self.num_envs = int(num_envs)
+        self._episodes = Episodes(self.num_envs, self.config["episode"]["maxSteps"], stagger, stuck_ticks)
         self.single_observation_space, self.single_action_space = make_spaces()
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
         self._camera = _make_camera(self._cars, scaled) if render_mode else None
         self._all_cars = np.ones(self.num_envs, bool)
-        self._returns, self._lengths = np.zeros(self.num_envs), np.zeros(self.num_envs, np.int64)
-        self._started_s = np.zeros(self.num_envs)
-        self._stagger = np.full(self.num_envs, NEVER)
-        if stagger:
-            places = np.arange(self.num_envs) * STAGGER_STRIDE % self.num_envs
-            self._stagger = np.ceil((places + 1) / self.num_envs * self.config["episode"]["maxSteps"]).astype(np.int64)
-        self._countdown = self._stagger.copy()  # ticks until a car's episode is cut; an earlier end does not touch it
 
     @property
     def observations(self) -> np.ndarray:
@@ -309,24 +301,16 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         """Everything the next step depends on, as plain arrays. Empty on a bridge: the game does not expose its state."""
         if not isinstance(self._cars, EmbeddedCars):
             return {}
-        own = {name: getattr(self, f"_{name}").copy() for name in self.OWN_STATE}
-        own |= {name: getattr(self._stuck, name).copy() for name in StuckDetector.STATE}
-        return {**self._cars.sim.get_state(), **own}
+        return {**self._cars.sim.get_state(), **self._episodes.get_state()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
         """Continue from get_state(), bit-exact."""
         _check_open(self._state)
         if not isinstance(self._cars, EmbeddedCars):
             raise ValueError("the state of the real game cannot be set; only that of the embedded engine can")
-        for name in self.OWN_STATE:
-            if np.shape(state.get(name)) != (self.num_envs,):
-                raise ValueError(f"environment state {name!r} is not one of {self.num_envs} cars")
+        self._episodes.check_state(state)
         self._cars.sim.set_state(state)
-        for name in self.OWN_STATE:
-            setattr(self, f"_{name}", np.array(state[name]))
-        for name in StuckDetector.STATE:
-            setattr(self._stuck, name, np.array(state[name]))
-        self._started_s = np.full(self.num_envs, time.perf_counter())
+        self._episodes.set_state(state)
         self._state = "running"
         self._observations = self._cars.sim.observe().astype(np.float32)
         if self._camera:
@@ -336,10 +320,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
 
     def reset(self, *, seed: int | Sequence[int | None] | None = None, options: dict | None = None):
         _check_open(self._state)
-        seeds, everyone = (
-            fleet_seeds(seed, self.num_envs, self.first_car, self._state == "new"),
-            np.arange(self.num_envs),
-        )
+        seeds = fleet_seeds(seed, self.num_envs, self.first_car, self._state == "new")
+        everyone = np.arange(self.num_envs)
         super().reset(seed=seed if isinstance(seed, int) else None)
         self._state = "new"
         try:
@@ -347,9 +329,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         except BridgeError as error:
             self._observations, self._progress = self._reconnect(error)
         self._state = "running"
-        self._countdown = self._stagger.copy()
+        self._episodes.stagger_again()
         self._begin_episodes(everyone, self._observations)
-        return self._observations.copy(), _with_masks(self._progress, self._all_cars)
+        return self._observations.copy(), with_masks(self._progress, self._all_cars)
 
     def step(self, actions):
         _check_open(self._state)
@@ -371,9 +353,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                 first = self._reconnect(error)
                 done, cut = self._all_cars, cut | ~done
         held = {key: info.pop(key) for key in ("ticks", "discount")}
-        infos = _with_masks(info, self._all_cars) | held
+        infos = with_masks(info, self._all_cars) | held
         if first is not None:
-            infos |= self._end_episodes(done, cut, observations, info)
+            infos |= self._episodes.end(done, cut, observations, info)
             observations = self._begin_next(np.flatnonzero(done), observations, infos, *first)
         self._observations = observations
         self._progress = {key: infos[key] for key in RESET_INFO}
@@ -387,24 +369,21 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         running, nobody = self._all_cars, ~self._all_cars
         rewards, discount, terminated, cut, info = np.zeros(self.num_envs), np.ones(self.num_envs), nobody, nobody, {}
         last_observations = np.zeros((self.num_envs, OBS_SIZE), np.float32)
-        began, observing = self._lengths.copy(), self._stuck.limit > 0 or bool(REWARD_TERMS)
+        began, observing = self._episodes.lengths.copy(), self._episodes.stuck.limit > 0 or bool(REWARD_TERMS)
         for seen, reward, dead, timed_out, now in self._cars.step(actions, self.action_repeat, observing):
             reward = add_reward_terms(seen, actions, reward, now)
             rewards += running * discount * reward
             discount = np.where(running, discount * self.gamma, discount)
-            self._returns += running * reward
-            self._lengths += running
-            self._countdown -= running
-            info = _add_tick(info, now, running)
+            info = add_tick(info, now, running)
             if self._camera:
                 self._camera.follow(actions, np.flatnonzero(running))
-            out_of_time = self._countdown == 0
-            ends = running & (dead | timed_out | out_of_time | self._stuck.update(seen))
+            now_cut, stuck = self._episodes.tick(reward, running, seen)
+            ends = (running & (dead | timed_out)) | now_cut | stuck
             if ends.any():
-                terminated, cut = terminated | (ends & dead), cut | (ends & out_of_time)
+                terminated, cut = terminated | (ends & dead), cut | now_cut
                 last_observations[ends] = self._cars.observe(np.flatnonzero(ends)) if seen is None else seen[ends]
                 running = running & ~ends
-        info |= {"ticks": self._lengths - began, "discount": discount * ~terminated}
+        info |= {"ticks": self._episodes.lengths - began, "discount": discount * ~terminated}
         return np.where(running[:, None], seen, last_observations), rewards, terminated, ~running, cut, info
 
     def _stand_still(self):
@@ -419,7 +398,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         Set `retries` to 0 to stop waiting, for example in the handler of a signal.
         """
         self.bridge_faults += 1
-        self._countdown = self._stagger.copy()
+        self._episodes.stagger_again()
         while self._failures_in_a_row < self.retries:
             until = time.monotonic() + retry_pause_s(self._failures_in_a_row)
             self._failures_in_a_row += 1
@@ -434,24 +413,6 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                 error = again
         raise error
 
-    def _end_episodes(self, done, cut, observations, info) -> dict:
-        """What infos hold of the episodes that end in this step."""
-        final_obs = np.full(self.num_envs, None, dtype=object)
-        for i in np.flatnonzero(done):
-            final_obs[i] = observations[i].copy()
-        final_info = {key: np.where(done, value, value.dtype.type(0)) for key, value in info.items()}
-        totals = {"r": self._returns, "l": self._lengths, "t": time.perf_counter() - self._started_s}
-        episode = {key: np.where(done, value, value.dtype.type(0)) for key, value in totals.items()}
-        episode["cut"] = cut & (self._lengths < self.config["episode"]["maxSteps"])
-        return {
-            "final_obs": final_obs,
-            "_final_obs": done.copy(),
-            "final_info": _with_masks(final_info, done),
-            "_final_info": done.copy(),
-            "episode": episode,
-            "_episode": done & (self._lengths > 0),
-        }
-
     def _begin_next(self, cars, observations, infos, first_observations, first_info) -> np.ndarray:
         """The next episodes of these cars. -> the observations, with the first ones of these cars"""
         self._begin_episodes(cars, first_observations)
@@ -463,8 +424,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         return observations
 
     def _begin_episodes(self, cars, observations) -> None:
-        self._stuck.on_reset(cars, observations)
-        self._returns[cars], self._lengths[cars], self._started_s[cars] = 0.0, 0, time.perf_counter()
+        self._episodes.begin(cars, observations)
         if self._camera:
             self._camera.reset(cars)
 
@@ -487,25 +447,6 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._state = "closed"
         if hasattr(self, "_cars"):
             self._cars.close()
-
-
-def _add_tick(info: dict, now: dict, running: np.ndarray) -> dict:
-    """The info of a step, and that of its next tick for the cars that are still running: reward parts and `lapTicks` add up."""
-    if not info:
-        return now
-    sums, everyone = {*REWARD_PARTS, *REWARD_TERMS, "lapTicks"}, running.all()
-    return {
-        key: info[key] + running * value if key in sums else value if everyone else np.where(running, value, info[key])
-        for key, value in now.items()
-    }
-
-
-def _with_masks(info: dict[str, np.ndarray], mask: np.ndarray) -> dict:
-    """Gymnasium's form of vector infos: every key with a mask that says which cars have it."""
-    infos = {}
-    for key, value in info.items():
-        infos[key], infos[f"_{key}"] = value, mask.copy()
-    return infos
 
 
 gym.register(id=ENV_ID, entry_point="racer_env:RacerEnv", vector_entry_point="racer_env:RacerVectorEnv")

@@ -13,7 +13,7 @@ The interface, with arrays over cars throughout:
 
 A car whose episode has ended drives on until the last tick, as in the game; the caller ignores it and resets it then.
 
-`check_actions` checks what a user gives them, `StuckDetector` watches their progress.
+`check_actions` checks what a user gives them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import numpy as np
 
 from racer.game.bridge import BridgeCars
 from racer.game.checks import excerpt
-from racer.game.observations import ARC
 from racer.game.rules import ACTION_NAMES, RESET_INFO, STARTS
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS
@@ -114,29 +113,3 @@ def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
         name = f"action of car {where[0]}: " if len(where) > 1 else "action: "
         raise ValueError(f"{name}{ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only")
     return array
-
-
-class StuckDetector:
-    """How many ticks each car has gone without making progress along the track. Stuck: for `limit` ticks (0: never)."""
-
-    STATE = ("arc", "travelled", "farthest", "waiting")
-
-    def __init__(self, num_cars: int, limit: int):
-        if not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 0:
-            raise ValueError(f"stuck_ticks is {limit!r}; it must be a number of ticks, or 0 for never")
-        self.limit = limit
-        self.arc, self.travelled, self.farthest = (np.zeros(num_cars) for _ in range(3))  # in laps
-        self.waiting = np.zeros(num_cars, np.int64)
-
-    def on_reset(self, cars, observations) -> None:
-        self.arc[cars], self.travelled[cars], self.farthest[cars], self.waiting[cars] = observations[:, ARC], 0, 0, 0
-
-    def update(self, observations) -> np.ndarray:
-        """After a tick: which cars are stuck (N,)."""
-        if not self.limit:
-            return np.zeros(len(self.waiting), bool)
-        gain = observations[:, ARC] - self.arc
-        self.arc, self.travelled = observations[:, ARC].astype(float), self.travelled + gain - np.rint(gain)
-        self.waiting = np.where(self.travelled > self.farthest, 0, self.waiting + 1)
-        self.farthest = np.maximum(self.farthest, self.travelled)
-        return self.waiting >= self.limit
