@@ -80,14 +80,14 @@ HERE = Path(__file__).resolve().parent
 class Args:
     """Measure the environment and training; the real game behind a bridge; or drivers."""
 
-    only: tuple[Literal["environment", "training", "drivers", "results"], ...] = USUAL_TABLES
-    """the tables to measure"""
+    only: tuple[Literal["environment", "training", "drivers", "results", "peers"], ...] = USUAL_TABLES
+    """the tables to measure; peers: our trainers beside those of Stable-Baselines3"""
     checkpoint: tuple[Path, ...] = ()
     """drivers: trained drivers to drive beside the hand-written one, checkpoints or run folders"""
     seeds: tuple[int, int] = (101, 110)
     """results: the first seed and the last one"""
     runs: int = 1
-    """training: runs of each algorithm, with seeds 1, 2, ...; the median one is reported"""
+    """training, peers: runs of each algorithm, with seeds 1, 2, ...; the median one is reported"""
     total_timesteps: int | None = None
     """training: steps of a run (default: each algorithm's own)"""
     bridge_url: tuple[str, ...] = ()
@@ -246,10 +246,16 @@ def run_command(name: str, words: list[str], folder: Path) -> dict:
         summary["results"],
         [row for row in read_csv(folder / "run" / "metrics.csv") if row["eval/mean_reward"]],
     )
-    evaluations = [(int(row["step"]), float(row.get("eval/flying_lap_time_sec") or "inf")) for row in rows]
     around = seconds - summary["seconds"]  # the start of the process, and its end
-    ends = [around + int(row["step"]) / float(row["time/fps"]) for row in rows]
-    beaten = (end for end, (_, lap) in zip(ends, evaluations, strict=True) if lap < PUBLISHED_LAP_SEC)
+    evaluations = [  # step, lap, seconds since the start of the process
+        (
+            int(row["step"]),
+            float(row.get("eval/flying_lap_time_sec") or "inf"),
+            around + int(row["step"]) / float(row["time/fps"]),
+        )
+        for row in rows
+    ]
+    beaten = (end for _, lap, end in evaluations if lap < PUBLISHED_LAP_SEC)
     return {
         "steps": summary["steps"],
         "seconds": seconds,
@@ -285,6 +291,11 @@ RESULTS = (  # trainer, flags
     ("ppo", "--random-tracks 24"),
     ("sac", "--random-tracks 24"),
 )
+OURS_BESIDE_PEERS = (
+    ("ppo", "--eval-every 25000 --total-timesteps 500000"),
+    ("ppo", "--slow-game --eval-every 2000"),
+    ("sac", "--slow-game --eval-every 2000"),
+)
 UNSEEN = tuple(f"random-{number}" for number in range(10_001, 10_021))
 STARTS_PER_TRACK = 20  # from anywhere, on every unseen track
 
@@ -311,14 +322,14 @@ def bench_results(args: Args) -> list[dict]:
     return rows
 
 
-def holds_from(evaluations: list[tuple[int, float]], target: float) -> float:
-    """The steps of the first evaluation after which every lap time is below the target; infinite if the last one is not."""
-    step = math.inf
-    for steps, lap in reversed(evaluations):
+def holds_from(evaluations: list[tuple[int, float, float]], target: float) -> tuple[float, float]:
+    """The steps and the seconds of the first evaluation from which on every lap time is below the target; or infinite."""
+    held = (math.inf, math.inf)
+    for steps, lap, seconds in reversed(evaluations):
         if not lap < target:
             break
-        step = steps
-    return step
+        held = steps, seconds
+    return held
 
 
 def lines_of_tracks(runs: list[dict]) -> list[str]:
@@ -330,9 +341,37 @@ def lines_of_tracks(runs: list[dict]) -> list[str]:
         text += f"{statistics.median(rewards):.3f} / {min(rewards):.3f}, off the road {statistics.median(off_road):.1%}"
         lines.append(f"{text} / {max(off_road):.1%}")
     if len(lines) == 1:
-        holds = [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in runs]
+        holds = [holds_from(run["evaluations"], PUBLISHED_LAP_SEC)[0] for run in runs]
         lines[0] += f", holds from {statistics.median(holds):,.0f} / {max(holds):,.0f} steps"
     return lines
+
+
+def bench_peers(args: Args) -> list[dict]:
+    """Our trainers and Stable-Baselines3's on track-01, one after the other, seed by seed."""
+    from racer.peers import PEERS, train_peer
+
+    ours = {f"{name}_racer.py {flags}".strip(): (name, flags) for name, flags in OURS_BESIDE_PEERS}
+    runs: dict[str, list[dict]] = {label: [] for label in (*ours, *PEERS)}
+    for seed in range(args.seeds[0], args.seeds[0] + args.runs):
+        for label in runs:
+            if label in PEERS:
+                runs[label].append(train_peer(label, seed))
+            else:
+                name, flags = ours[label]
+                with tempfile.TemporaryDirectory() as folder:
+                    runs[label].append(run_command(name, [*flags.split(), "--seed", str(seed)], Path(folder)))
+    columns = f"{'holds from step':>16} {'from second':>12} {'reward':>8} {'lap':>9} {'seconds':>9}"
+    print(f"\n{f'peers: track-01, the median of {args.runs}':<46}{columns}")
+    for label, found in runs.items():
+        held = [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in found]
+        steps, seconds = (statistics.median(values) for values in zip(*held, strict=True))
+        reward, lap = (
+            statistics.median([run["results"][0][key] or math.inf for run in found])
+            for key in ("mean_reward", "flying_lap_sec")
+        )
+        whole = statistics.median([run["seconds"] for run in found])
+        print(f"{label:<46}{steps:>16,.0f} {seconds:>12.1f} {reward:>8.3f} {lap:>9.3f} {whole:>9.1f}", flush=True)
+    return [{"label": label, "runs": found} for label, found in runs.items()]
 
 
 def drive_unseen(driver, references: dict) -> dict:
@@ -402,7 +441,12 @@ def main(args: Args) -> int:
             print(f"x bridge: against the bridge's published {PUBLISHED_BRIDGE_STEPS_PER_SEC:,} steps/s")
             print(f"fastest row {best:,.0f}, target {target:,.0f}: {'reached' if found['passed'] else 'MISSED'}")
         if not args.bridge_url:
-            tables = {"training": bench_training, "drivers": bench_drivers, "results": bench_results}
+            tables = {
+                "training": bench_training,
+                "drivers": bench_drivers,
+                "results": bench_results,
+                "peers": bench_peers,
+            }
             found |= {name: measure(args) for name, measure in tables.items() if name in args.only}
         if args.json:
             args.json.write_text(json.dumps(found, indent=2))

@@ -81,11 +81,11 @@ class Args(Settings):
     """multiply the config's offTrackPenalty by this during training; values above 1 make drivers more cautious"""
     stuck_ticks: Whole = 0
     """truncate an episode after this many ticks without progress; 0: never"""
-    num_envs: Count = 512
+    num_envs: Count = 128
     """cars driven in parallel, all processes together; on a bridge every car is a connection"""
 
     # -- algorithm
-    action_repeat: Count = 1
+    action_repeat: Count = 3
     """ticks for which an action is held while learning; the finished driver acts every tick"""
     gamma: Fraction = 0.98
     """discount factor per tick: 0.98 looks about 50 ticks (0.8 s) ahead"""
@@ -109,9 +109,9 @@ class Args(Settings):
     """Adam's initial learning rate"""
     anneal_lr: bool = True
     """anneal the learning rate linearly to 0"""
-    rollout_steps: Count = 32
+    rollout_steps: Count = 24
     """actions per car between updates"""
-    minibatch_size: Count = 1_024
+    minibatch_size: Count = 192
     """approximate minibatch size (a rollout is split into equal parts), all processes together"""
     update_epochs: Count = 2
     """epochs over each rollout"""
@@ -146,18 +146,23 @@ class Args(Settings):
 
 
 PRESETS = (  # defaults that these flags change; later presets take precedence
-    Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {"start": "anywhere", "hidden": 96}),
+    Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {  # an arc position is another place on each
+        "start": "anywhere", "hidden": 128, "hide_arc": True, "num_envs": 129, "action_repeat": 4, "rollout_steps": 16,
+        "minibatch_size": 128,
+    }),
     Preset("--random-tracks", lambda given: given.random_tracks, {  # no track is memorised
         "total_timesteps": 8_000_000, "start": "anywhere", "off_road_penalty_scale": 3.0, "hidden": 128, "hide_arc": True,
-        "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
+        "num_envs": 512, "action_repeat": 1, "rollout_steps": 32, "minibatch_size": 1_024, "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
     }),
     Preset("--start-from", lambda given: given.start_from, {  # short fine-tuning; starting anywhere covers the track
-        "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "minibatch_size": 512, "learning_rate": 1e-3,
+        "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "action_repeat": 1, "rollout_steps": 32,
+        "minibatch_size": 512, "learning_rate": 1e-3,
         "eval_every": 100_000, "checkpoint_every": 100_000,
     }),
     Preset("--game, --bridge-url, --slow-game", lambda given: given.game or given.bridge_url or given.slow_game, {
-        "total_timesteps": 100_000, "start": "grid", "num_envs": 64, "stuck_ticks": 90, "minibatch_size": 256,
-        "update_epochs": 8, "learning_rate": 1e-3, "eval_every": 10_000, "checkpoint_every": 10_000,
+        "total_timesteps": 100_000, "start": "grid", "num_envs": 16, "stuck_ticks": 90, "action_repeat": 2,
+        "rollout_steps": 64, "minibatch_size": 128, "update_epochs": 8, "learning_rate": 1e-3, "eval_every": 10_000,
+        "checkpoint_every": 10_000,
     }),
     Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": os.cpu_count() or 1}),
 )  # fmt: skip

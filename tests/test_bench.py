@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import socket
@@ -142,10 +143,10 @@ def test_a_trained_driver_stands_beside_it_and_what_is_none_is_named(tmp_path, c
 
 
 def test_a_lap_time_holds_from_the_evaluation_after_which_it_is_never_lost_again():
-    evaluations = [(1, 6.0), (2, 8.0), (3, 7.0), (4, 6.9)]
-    assert bench_racer.holds_from(evaluations, target=7.367) == 3
-    assert bench_racer.holds_from([*evaluations, (5, math.inf)], target=7.367) == math.inf
-    assert bench_racer.holds_from([(1, 6.0)], target=7.367) == 1
+    evaluations = [(1, 6.0, 0.1), (2, 8.0, 0.2), (3, 7.0, 0.3), (4, 6.9, 0.4)]
+    assert bench_racer.holds_from(evaluations, target=7.367) == (3, 0.3)
+    assert bench_racer.holds_from([*evaluations, (5, math.inf, 0.5)], target=7.367) == (math.inf, math.inf)
+    assert bench_racer.holds_from([(1, 6.0, 0.1)], target=7.367) == (1, 0.1)
 
 
 @pytest.mark.slow
@@ -162,7 +163,7 @@ def test_results_are_medians_and_worst_of_the_seeds_that_are_asked_for(tmp_path,
     rewards = [found["results"][0]["mean_reward"] for found in many["unseen"]]
     out = capsys.readouterr().out
     assert many["seeds"] == [7, 8] and rewards[0] != rewards[1] and f"/ {min(rewards):.3f}" in out
-    assert [step for step, _ in many["runs"][0]["evaluations"]] == [20_480, 40_960, 51_200]
+    assert [step for step, *_ in many["runs"][0]["evaluations"]] == [20_480, 40_960, 51_200]
     assert len(many["unseen"]) == 2 and all(found["episodes"] == 4 for found in many["unseen"]) and "of 2 unseen" in out
     assert [result["track"] for result in many["unseen"][0]["results"]] == ["track-01", "track-02", "track-03"]
 
@@ -177,3 +178,21 @@ def test_a_bench_that_is_terminated_leaves_no_trainer_running():
     (trainer,) = children.read_text().split()
     bench.terminate()
     assert bench.wait(timeout=30) == 143 and not Path(f"/proc/{trainer}").exists()
+
+
+def test_peers_train_beside_ours(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("stable_baselines3", reason="needs stable-baselines3")
+    peers = importlib.import_module("racer.peers")
+    monkeypatch.setattr(peers, "PEERS", {"small PPO": ("PPO", 256, 2, {"n_steps": 64, "gamma": 0.98})})
+    monkeypatch.setattr(peers, "EVAL_EVERY", 128)
+    monkeypatch.setattr(bench_racer, "OURS_BESIDE_PEERS", (("ppo", "--total-timesteps 9216 --eval-every 4608"),))
+    ours, theirs = bench_racer.bench_peers(Args(only=("peers",)))
+    assert ours["runs"][0]["steps"] == 9216 and theirs["runs"][0]["steps"] == 256
+    assert [step for step, *_ in theirs["runs"][0]["evaluations"]] == [128, 256]
+    assert "small PPO" in capsys.readouterr().out
+
+
+def test_without_stable_baselines3_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "stable_baselines3", None)
+    with pytest.raises(ValueError, match="pip install stable-baselines3"):
+        importlib.import_module("racer.peers").train_peer("SB3 PPO, tuned", 1)

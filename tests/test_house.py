@@ -15,6 +15,7 @@ LAYERS = [
     ["racer_env", "callbacks_lite"],
     ["racer.training"],
     ["ppo_racer", "sac_racer"],
+    ["racer.peers"],
     ["bench_racer", "racer.compare"],
 ]
 FILES = [path for path in [*ROOT.glob("*.py"), *ROOT.glob("racer/**/*.py")] if path.name != "__init__.py"]
