@@ -86,6 +86,8 @@ class Args:
     """drivers: trained drivers to drive beside the hand-written one, checkpoints or run folders"""
     seeds: tuple[int, int] = (101, 110)
     """results: the first seed and the last one"""
+    rows: tuple[int, ...] = ()
+    """results: only these commands, by their number in RESULTS, from 0 (default: all)"""
     runs: int = 1
     """training, peers: runs of each algorithm, with seeds 1, 2, ...; the median one is reported"""
     total_timesteps: int | None = None
@@ -306,7 +308,7 @@ def bench_results(args: Args) -> list[dict]:
     default = evaluate(full_throttle, RacerVectorEnv(len(UNSEEN), UNSEEN), UNSEEN)
     best = best_hand_written(UNSEEN)
     references = {track: (score([episode]), best[track][0]) for track, episode in zip(UNSEEN, default, strict=True)}
-    for name, flags in RESULTS:
+    for name, flags in [RESULTS[row] for row in args.rows] if args.rows else RESULTS:
         print(f"{name}_racer.py {flags}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             folders = [Path(folder) / str(seed) for seed in seeds]

@@ -85,7 +85,7 @@ def test_some_flags_choose_the_defaults_of_others(name):
         assert args_of(name, word) == dataclasses.replace(usual, **slow)
     assert args_of(name, "--slow-game", "--seed", "3").seed == 3
     several = args_of(name, "--track-id", "track-01", "track-02")
-    assert several.start == "anywhere" and several.hidden == 96 and several.num_envs == usual.num_envs
+    assert several == dataclasses.replace(usual, track_id=("track-01", "track-02"), **preset(name, "--track-id"))
     assert args_of(name, "--track-id", "track-01", "track-02", "--start", "grid").start == "grid"
     on_bridge = args_of(name, "--track-id", "track-01", "track-02", "--bridge-url", "ws://localhost:1")
     assert on_bridge.start == "grid" and on_bridge.num_envs == slow["num_envs"], "the real game has no other start"
