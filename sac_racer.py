@@ -171,7 +171,7 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
     Preset("--game, --bridge-url, --slow-game", lambda given: given.game or given.bridge_url or given.slow_game, {  # a short run
         "total_timesteps": 60_000, "start": "grid", "num_envs": 8, "stuck_ticks": 90, "buffer_size": 10_000,
         "learning_starts": 3_500, "actor_learning_rate": 8e-5, "anneal_lr": False, "tau": 0.1, "init_alpha": 0.001,
-        "noise_memory": 0.8, "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
+        "noise_memory": 0.8, "updates": 16, "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     }),
     Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": max(1, (os.cpu_count() or 1) - 1)}),
 )  # fmt: skip

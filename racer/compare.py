@@ -79,7 +79,7 @@ def lap_on(track: str, name: str, source) -> Lap:
 
 def names_of(words: tuple[str, ...]) -> list[str]:
     """Short names, as far as they differ."""
-    short = [Path(word).parent.name if Path(word).suffix == ".pt" else Path(word).stem for word in words]
+    short = [Path(w).parent.name if Path(w).name in ("best.pt", "checkpoint.pt") else Path(w).stem for w in words]
     return [name if name and short.count(name) == 1 else word for name, word in zip(short, words, strict=True)]
 
 
