@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 import sys
 from pathlib import Path
+from statistics import median
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -30,7 +30,7 @@ def number(value: float, digits: int = 3) -> str:
 
 def pair(values, worst, digits: int = 3) -> str:
     """Median / worst."""
-    return f"{number(statistics.median(values), digits)} / {number(worst(values), digits)}"
+    return f"{number(median(values), digits)} / {number(worst(values), digits)}"
 
 
 def row(*cells) -> str:
@@ -66,7 +66,7 @@ def trained_table(results: dict) -> str:
         for place, track in enumerate(tracks if len(tracks) <= 6 else ()):
             command = f"`{entry['label']}`" if place == 0 else ""
             steps = held(entry["runs"], 0) if len(tracks) == 1 else ""
-            seconds = number(statistics.median(run["seconds"] for run in entry["runs"]), 0) if place == 0 else ""
+            seconds = number(median(run["seconds"] for run in entry["runs"]), 0) if place == 0 else ""
             rows.append([command, track, *track_row(entry["runs"], place), steps, seconds])
     return table(
         ("command", "track", "flying lap (s)", "reward", "off the road (%)", "holds from step", "seconds"), rows
@@ -74,44 +74,31 @@ def trained_table(results: dict) -> str:
 
 
 def drivers_table(results: dict) -> str:
-    rows = [
-        [entry["track"], entry["label"], number(entry["flying_lap_sec"]), number(entry["mean_reward"]), number(100 * entry["off_road_share"], 1)]
-        for entry in results["results"]
-        if "runs" not in entry
-    ]  # fmt: skip
-    rows += [
-        [track, "best known", number(BEST_LAP_TICKS["clean"][track] / 60), number(reward), "0.0"]
-        for track, reward in BEST_REWARD.items()
-    ]
-    return table(
-        ("track", "driver", "flying lap (s)", "reward", "off the road (%)"), sorted(rows, key=lambda cells: cells[0])
-    )
+    rows = []
+    for entry in (entry for entry in results["results"] if "runs" not in entry):
+        values = number(entry["flying_lap_sec"]), number(entry["mean_reward"]), number(100 * entry["off_road_share"], 1)
+        rows.append([entry["track"], entry["label"], *values])
+    for track, reward in BEST_REWARD.items():
+        rows.append([track, "best known", number(BEST_LAP_TICKS["clean"][track] / 60), number(reward), "0.0"])
+    head = ("track", "driver", "flying lap (s)", "reward", "off the road (%)")
+    return table(head, sorted(rows, key=lambda cells: cells[0]))
 
 
 def peers_table(peers: dict) -> str:
     rows = []
     for entry in peers["peers"]:
         runs, results = entry["runs"], [run["results"][0] for run in entry["runs"]]
-        values = [[result[key] or math.inf for result in results] for key in ("mean_reward", "flying_lap_sec")]
-        steps, seconds = (
-            statistics.median(holds_from(run["evaluations"], PUBLISHED_LAP_SEC)[i] for run in runs) for i in (0, 1)
+        reward, lap = (
+            median(result[key] or math.inf for result in results) for key in ("mean_reward", "flying_lap_sec")
         )
-        whole, total = (statistics.median(run[key] for run in runs) for key in ("seconds", "steps"))
+        held = [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in runs]
+        steps, seconds = (median(values) for values in zip(*held, strict=True))
+        whole, total = (median(run[key] for run in runs) for key in ("seconds", "steps"))
         label = entry["label"] if "SB3" in entry["label"] else f"`{entry['label']}`"
-        rows.append(
-            [
-                label,
-                f"{total:,.0f}",
-                number(steps, 0),
-                number(seconds, 0),
-                *(number(statistics.median(v)) for v in values),
-                number(whole, 0),
-            ]
-        )
-    return table(
-        ("trainer", "steps", "holds 7.367 s from step", "from second", "reward", "flying lap (s)", "seconds in all"),
-        rows,
-    )
+        numbers = number(total, 0), number(steps, 0), number(seconds, 0), number(reward), number(lap), number(whole, 0)
+        rows.append([label, *numbers])
+    head = ("trainer", "steps", "holds 7.367 s from step", "from second", "reward", "flying lap (s)", "seconds in all")
+    return table(head, rows)
 
 
 def machine_line(results: dict) -> str:
@@ -123,9 +110,7 @@ def machine_line(results: dict) -> str:
 def front_table(results: dict, peers: dict) -> str:
     """What a stranger needs: the baseline, ours, Stable-Baselines3."""
     entries = {entry["label"]: entry for entry in results["results"] if "runs" in entry}
-    plain, best = [entry for entry in results["results"] if entry.get("track") == "track-01" and "runs" not in entry][
-        :2
-    ]
+    best = [entry for entry in results["results"] if entry.get("track") == "track-01" and "runs" not in entry][1]
     rows = [["the game's authors' published driver", number(PUBLISHED_LAP_SEC), "", "", ""]]
     rows.append(
         ["hand-written, best of 28 settings", number(best["flying_lap_sec"]), number(best["mean_reward"]), "", ""]
@@ -138,12 +123,12 @@ def front_table(results: dict, peers: dict) -> str:
         if label in entries:
             runs = entries[label]["runs"]
             lap, reward, _ = track_row(runs)
-            seconds = number(statistics.median(run["seconds"] for run in runs), 0)
-            steps = f"{statistics.median(run['steps'] for run in runs):,.0f}"
+            seconds = number(median(run["seconds"] for run in runs), 0)
+            steps = f"{median(run['steps'] for run in runs):,.0f}"
             rows.append([f"`{label.removesuffix(' --eval-every 2000')}`", lap, reward, steps, seconds])
     peer = next(entry for entry in peers["peers"] if entry["label"] == "SB3 PPO, tuned")
     lap, reward, _ = track_row(peer["runs"])
-    whole, total = (statistics.median(run[key] for run in peer["runs"]) for key in ("seconds", "steps"))
+    whole, total = (median(run[key] for run in peer["runs"]) for key in ("seconds", "steps"))
     rows.append(
         [f"Stable-Baselines3's PPO, tuned ({len(peer['runs'])} seeds)", lap, reward, f"{total:,.0f}", number(whole, 0)]
     )

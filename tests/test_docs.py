@@ -1,0 +1,111 @@
+"""The documents: their links, commands, flags and Python blocks work, and their tables are what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import MODULES, ROOT, promised_tags
+
+import bench_racer
+from racer import compare
+from racer.training.command_line import Task
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+TEXT = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+BLOCKS = [(name, code) for name, text in TEXT.items() for code in re.findall(r"```python\n(.*?)```", text, re.S)]
+COMMANDS = [
+    (name, line)
+    for name, text in TEXT.items()
+    for block in re.findall(r"```\n(.*?)```", text, re.S)
+    for line in block.splitlines()
+    if re.search(r"\b(python|torchrun)\b", line)
+]
+
+
+def tables():
+    """docs/tables.py, which is no module of a package."""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_their_sections(page):
+    for target in re.findall(r"\]\(([^)]+)\)", TEXT[page.name]):
+        if target.startswith("http"):
+            continue
+        file, _, section = target.partition("#")
+        assert (page.parent / file).exists(), target
+        if section:
+            titles = re.findall(r"^#+ (.*)$", (page.parent / file).read_text(encoding="utf-8"), re.M)
+            assert section in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles], target
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS)
+def test_commands_name_programs_and_flags_that_exist(page, line):
+    line = line.split("  #")[0]
+    for file in re.findall(r"python ((?:\w+/)?\w+\.py)", line):
+        assert (ROOT / file).exists(), file
+    known = {"ppo_racer": MODULES["ppo"].Args, "sac_racer": MODULES["sac"].Args}
+    known |= {"bench_racer": bench_racer.Args, "racer.compare": compare.Args}
+    for program, settings in known.items():
+        if re.search(rf"\b{re.escape(program)}(\.py)?\b", line):
+            fields = [*dataclasses.fields(settings), *(dataclasses.fields(Task) if "_racer" in program else ())]
+            names = {f"--{field.name.replace('_', '-')}" for field in fields}
+            given = re.findall(r"(--[a-z][\w-]*)", line[line.index(program) :])
+            assert set(given) <= names, set(given) - names
+
+
+@pytest.mark.parametrize(("page", "code"), BLOCKS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(BLOCKS)])
+def test_python_blocks_run(page, code):
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_example_of_a_track_can_be_driven(tmp_path):
+    from racer_env import RacerEnv
+
+    (example,) = re.findall(r"```json\n(.*?)```", TEXT["environment.md"], re.S)
+    (tmp_path / "mine.json").write_text(example)
+    env = RacerEnv(str(tmp_path / "mine.json"))
+    env.reset(seed=0)
+    assert json.loads(example)["name"] == "mine" and env.step([0.0, 1.0, 0.0])[4]["lap"] == 1
+
+
+@pytest.mark.parametrize("name", ["ppo", "sac"])
+def test_every_promised_tag_is_explained(name):
+    text = TEXT["ppo.md"] + (TEXT["sac.md"] if name == "sac" else "")
+    named = {tag for cell in re.findall(r"^\| (`.*?) \|", text, re.M) for tag in re.findall(r"`([^`]+)`", cell)}
+    short = {tag.replace("/track-01", "") for tag in promised_tags(name)}
+    missing = [tag for tag in short if tag not in named and not tag.startswith("reward/") and "lap_time_sec" not in tag]
+    assert not missing, missing
+
+
+def test_the_tables_are_what_was_measured():
+    module = tables()
+    for page in module.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert module.with_tables(text, *module.measured()) == text, f"python docs/tables.py writes {page.name}"
+
+
+def test_the_front_page_is_short_and_says_what_the_tests_are_run_with():
+    lines = TEXT["README.md"].splitlines()
+    tables_only = [line for line in lines if not line.startswith("|")]
+    assert len(lines) <= 110 and max(map(len, tables_only)) <= 120
+    assert "pip install -r requirements.txt && pytest" in lines
+
+
+def test_the_driver_in_the_repository_still_drives():
+    from racer import load_driver
+    from racer.training.evaluation import drive_lap
+
+    driver = load_driver(ROOT / "drivers" / "every-track.pt")
+    lap = drive_lap("every-track", driver, "track-03")
+    assert lap.complete and lap.seconds < 17.4 and driver.args.random_tracks == 24
