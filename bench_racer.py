@@ -294,9 +294,9 @@ RESULTS = (  # trainer, flags
     ("sac", "--random-tracks 24"),
 )
 OURS_BESIDE_PEERS = (
-    ("ppo", "--eval-every 25000 --total-timesteps 500000"),
-    ("ppo", "--slow-game --eval-every 2000"),
-    ("sac", "--slow-game --eval-every 2000"),
+    "ppo_racer.py --eval-every 25000 --total-timesteps 500000",
+    "ppo_racer.py --slow-game --eval-every 2000",
+    "sac_racer.py --slow-game --eval-every 2000",
 )
 UNSEEN = tuple(f"random-{number}" for number in range(10_001, 10_021))
 STARTS_PER_TRACK = 20  # from anywhere, on every unseen track
@@ -349,30 +349,21 @@ def lines_of_tracks(runs: list[dict]) -> list[str]:
 
 
 def bench_peers(args: Args) -> list[dict]:
-    """Our trainers and Stable-Baselines3's on track-01, one after the other, seed by seed."""
-    from racer.peers import PEERS, train_peer
+    from racer.peers import PEERS, show_peers, train_peer  # needs stable-baselines3
 
-    ours = {f"{name}_racer.py {flags}".strip(): (name, flags) for name, flags in OURS_BESIDE_PEERS}
-    runs: dict[str, list[dict]] = {label: [] for label in (*ours, *PEERS)}
+    def ours(label: str, seed: int) -> dict:
+        script, *flags = label.split()
+        with tempfile.TemporaryDirectory() as folder:
+            return run_command(script.removesuffix("_racer.py"), [*flags, "--seed", str(seed)], Path(folder))
+
+    runs: dict[str, list[dict]] = {label: [] for label in (*OURS_BESIDE_PEERS, *PEERS)}
     for seed in range(args.seeds[0], args.seeds[0] + args.runs):
-        for label in runs:
-            if label in PEERS:
-                runs[label].append(train_peer(label, seed))
-            else:
-                name, flags = ours[label]
-                with tempfile.TemporaryDirectory() as folder:
-                    runs[label].append(run_command(name, [*flags.split(), "--seed", str(seed)], Path(folder)))
-    columns = f"{'holds from step':>16} {'from second':>12} {'reward':>8} {'lap':>9} {'seconds':>9}"
-    print(f"\n{f'peers: track-01, the median of {args.runs}':<46}{columns}")
-    for label, found in runs.items():
-        held = [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in found]
-        steps, seconds = (statistics.median(values) for values in zip(*held, strict=True))
-        reward, lap = (
-            statistics.median([run["results"][0][key] or math.inf for run in found])
-            for key in ("mean_reward", "flying_lap_sec")
-        )
-        whole = statistics.median([run["seconds"] for run in found])
-        print(f"{label:<46}{steps:>16,.0f} {seconds:>12.1f} {reward:>8.3f} {lap:>9.3f} {whole:>9.1f}", flush=True)
+        for label, found in runs.items():  # one after the other
+            found.append(train_peer(label, seed) if label in PEERS else ours(label, seed))
+    held = {
+        label: [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in found] for label, found in runs.items()
+    }
+    show_peers(runs, held)
     return [{"label": label, "runs": found} for label, found in runs.items()]
 
 

@@ -435,8 +435,7 @@ def train(args: Args) -> dict:
     agent = make_agent(args)
     actor_optimizer, critic_optimizer = make_optimizers(agent, args)
     scaler = RewardScaler(args.gamma**args.action_repeat, envs.track_lengths)
-    generator = make_generator(args.seed)
-    noise = Noise(envs.num_envs, args.noise_memory)
+    generator, noise = make_generator(args.seed), Noise(envs.num_envs, args.noise_memory)
     buffer = ReplayBuffer(args.buffer_size // world_size(), envs.num_envs)
     batch_size = math.ceil(args.batch_size / world_size())  # every process samples its share
     rows_before_learning = max(args.n_step, min(math.ceil(args.learning_starts / args.steps_per_action), buffer.rows))
@@ -447,8 +446,10 @@ def train(args: Args) -> dict:
         while not run.done:
             if args.anneal_lr:
                 set_learning_rates(actor_optimizer, critic_optimizer, args, 1 - run.progress)
-            history, rest = [], math.ceil((args.total_timesteps - run.steps) / args.steps_per_action)
-            count = min(args.actions_per_iteration, rest)
+            history = []
+            count = min(
+                args.actions_per_iteration, math.ceil((args.total_timesteps - run.steps) / args.steps_per_action)
+            )
             for _ in range(count):
                 obs = torch.from_numpy(envs.observations)
                 with run.clock("policy"), torch.no_grad():

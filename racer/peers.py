@@ -7,6 +7,7 @@ Like our own runs it is evaluated every now and then, without noise from the gri
 from __future__ import annotations
 
 import time
+from statistics import median
 
 import torch
 
@@ -71,3 +72,16 @@ def train_peer(label: str, seed: int) -> dict:
     result = max(best, key=lambda result: result["mean_reward"])
     seconds = time.perf_counter() - begun
     return {"steps": steps, "seconds": seconds, "results": [result], "evaluations": evaluations}
+
+
+def show_peers(runs: dict[str, list[dict]], held: dict[str, list[tuple[float, float]]]) -> None:
+    """A table: from which step and second on laps are under the published driver's, and what was reached in the end."""
+    count = len(next(iter(runs.values())))
+    columns = f"{'holds from step':>16} {'from second':>12} {'reward':>8} {'lap':>9} {'seconds':>9}"
+    print(f"\n{f'peers: track-01, the median of {count}':<60}{columns}")
+    for label, found in runs.items():
+        steps, seconds = (median(values) for values in zip(*held[label], strict=True))
+        results = [run["results"][0] for run in found]
+        reward, lap = (median(r[key] or float("inf") for r in results) for key in ("mean_reward", "flying_lap_sec"))
+        whole = median(run["seconds"] for run in found)
+        print(f"{label:<60}{steps:>16,.0f} {seconds:>12.1f} {reward:>8.3f} {lap:>9.3f} {whole:>9.1f}", flush=True)

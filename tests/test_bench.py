@@ -185,7 +185,7 @@ def test_peers_train_beside_ours(monkeypatch, tmp_path, capsys):
     peers = importlib.import_module("racer.peers")
     monkeypatch.setattr(peers, "PEERS", {"small PPO": ("PPO", 256, 2, {"n_steps": 64, "gamma": 0.98})})
     monkeypatch.setattr(peers, "EVAL_EVERY", 128)
-    monkeypatch.setattr(bench_racer, "OURS_BESIDE_PEERS", (("ppo", "--total-timesteps 9216 --eval-every 4608"),))
+    monkeypatch.setattr(bench_racer, "OURS_BESIDE_PEERS", ("ppo_racer.py --total-timesteps 9216 --eval-every 4608",))
     ours, theirs = bench_racer.bench_peers(Args(only=("peers",)))
     assert ours["runs"][0]["steps"] == 9216 and theirs["runs"][0]["steps"] == 256
     assert [step for step, *_ in theirs["runs"][0]["evaluations"]] == [128, 256]
