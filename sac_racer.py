@@ -154,9 +154,9 @@ class Args(Settings):
     def steps_per_action(self) -> int:
         return self.num_envs * self.action_repeat
 
-    @property
-    def actions_per_iteration(self) -> int:
-        every = min(self.log_every, self.eval_every, self.checkpoint_every, self.total_timesteps)
+    def actions_per_iteration(self, steps: int) -> int:
+        """After so many steps of a run: until the next row of metrics, or the end."""
+        every = min(self.log_every, self.eval_every, self.checkpoint_every, self.total_timesteps - steps)
         return max(1, round(every / self.steps_per_action))
 
 
@@ -447,9 +447,7 @@ def train(args: Args) -> dict:
             if args.anneal_lr:
                 set_learning_rates(actor_optimizer, critic_optimizer, args, 1 - run.progress)
             history = []
-            count = min(
-                args.actions_per_iteration, math.ceil((args.total_timesteps - run.steps) / args.steps_per_action)
-            )
+            count = args.actions_per_iteration(run.steps)
             for _ in range(count):
                 obs = torch.from_numpy(envs.observations)
                 with run.clock("policy"), torch.no_grad():
