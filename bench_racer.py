@@ -113,6 +113,8 @@ class Args:
         for name, least in (("num_envs", 1), ("steps", 1), ("warmup", 0), ("repeats", 1), ("runs", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be {least} or more")
+        if not set(self.rows) <= set(range(len(RESULTS))):
+            raise ValueError(f"--rows is {self.rows}; the rows are 0 to {len(RESULTS) - 1}")
         if self.seeds[0] > self.seeds[1]:
             raise ValueError(f"--seeds is {self.seeds[0]} {self.seeds[1]}; give the first one and the last one")
 

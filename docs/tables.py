@@ -89,7 +89,8 @@ def peers_table(peers: dict) -> str:
     for entry in peers["peers"]:
         runs, results = entry["runs"], [run["results"][0] for run in entry["runs"]]
         reward, lap = (
-            median(result[key] or math.inf for result in results) for key in ("mean_reward", "flying_lap_sec")
+            median(math.inf if result[key] is None else result[key] for result in results)
+            for key in ("mean_reward", "flying_lap_sec")
         )
         held = [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in runs]
         steps, seconds = (median(values) for values in zip(*held, strict=True))

@@ -51,7 +51,7 @@ def tracks_of(sources: list) -> tuple[str, ...]:
     for source in sources:
         if isinstance(source, TrainedDriver):
             return source.args.tracks[:MANY_TRACKS]
-        if isinstance(source, list):
+        if isinstance(source, list) and source:
             return tuple(dict.fromkeys(lap.track_id for lap in source))[:MANY_TRACKS]
     return ("track-01",)
 

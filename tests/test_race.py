@@ -215,7 +215,14 @@ def test_a_run_leaves_its_lap_and_a_race_with_its_own_first_lap(tmp_path, monkey
     ppo, gains, real = MODULES["ppo"], [0.5, 1.4], MODULES["ppo"].rollout
     monkeypatch.setattr(ppo, "rollout", lambda *arguments: (gains.insert(0, gains.pop()), real(*arguments)))
     monkeypatch.setattr(ppo.Agent, "drive", lambda self, obs: full_throttle(obs, gains[0]))
-    settings = {**TINY["ppo"], "run_dir": tmp_path, "run_name": "run", "total_timesteps": 1024, "eval_every": 512}
+    settings = {
+        **TINY["ppo"],
+        "run_dir": tmp_path,
+        "run_name": "run",
+        "total_timesteps": 1024,
+        "eval_every": 512,
+        "action_repeat": 1,
+    }
     result = ppo.train(ppo.Args(**settings))
     (lap,) = load_laps(tmp_path / "run" / "lap-track-01.csv")
     assert result["finished"] and lap.complete

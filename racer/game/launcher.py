@@ -47,6 +47,7 @@ def start_bridges(folder: Path, count: int) -> tuple[str, ...]:
     if _running is None or (_running.folder, len(_running.bridges)) != wanted:
         end_bridges()
         check_folder(wanted[0])
+        check_packages(wanted[0])
         _running = GameBridges(*wanted)
     return tuple(bridge.url for bridge in _running.bridges)
 
@@ -63,11 +64,15 @@ atexit.register(end_bridges)
 
 
 def check_folder(folder: Path) -> None:
-    """ValueError if the game cannot be started from there, with what to do."""
+    """ValueError if the game is not there, with what to do."""
     if not folder.is_dir():
         raise ValueError(f"--game is {folder}, and there is no such folder; give the game's: {WHERE}")
     if not (folder / SCRIPT).is_file():
         raise ValueError(f"--game is {folder}, which is not the game's folder, since it has no {SCRIPT}: {WHERE}")
+
+
+def check_packages(folder: Path) -> None:
+    """ValueError if the game cannot be started, with what to do."""
     if not shutil.which("npx"):
         raise ValueError(
             "--game needs Node.js 20 or later, and there is no npx on the PATH; get it from https://nodejs.org"

@@ -20,7 +20,7 @@ import tyro
 
 from racer.game.bridge import BridgeError
 from racer.game.checks import is_finite
-from racer.game.launcher import GAME_ASSETS, end_bridges, start_bridges
+from racer.game.launcher import GAME_ASSETS, check_folder, end_bridges, start_bridges
 from racer.game.rules import STARTS
 from racer.game.tracks import track_name
 from racer.training.checkpoints import load_checkpoint, network_settings, saved_args
@@ -98,7 +98,8 @@ class Settings:
             raise ValueError("--game and --bridge-url are mutually exclusive")
         if self.random_tracks and tuple(self.track_id) != type(self).track_id:
             raise ValueError("--random-tracks and --track-id are mutually exclusive")
-        if not self.tracks or len({track_name(track) for track in self.tracks}) < len(self.tracks):
+        several = len(self.tracks) > 1
+        if not self.tracks or (several and len({track_name(track) for track in self.tracks}) < len(self.tracks)):
             raise ValueError(f"--track-id is {' '.join(self.tracks)}; give one track, or several with different names")
 
     @property
@@ -136,6 +137,9 @@ class Task:
     """use the defaults of --game on the embedded engine, to try them without the game"""
 
 
+INTO_THE_GAME = "the game's folder"  # --export without a folder
+
+
 class Preset(NamedTuple):
     """Defaults that other flags bring."""
 
@@ -151,7 +155,7 @@ def peek_args(argv: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
     for name in ("track-id", "bridge-url"):
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*", default=None)
-    parser.add_argument("--export", nargs="?", const="the game's folder")
+    parser.add_argument("--export", nargs="?", const=INTO_THE_GAME)
     parser.add_argument("--random-tracks", "--random_tracks", type=int, default=0)
     parser.add_argument("--slow-game", "--slow_game", action=argparse.BooleanOptionalAction)
     try:
@@ -184,9 +188,10 @@ def read_command(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: 
     if saved and Path(saved, "checkpoint.pt").exists():  # torchrun has restarted the processes
         argv = ["--resume", saved]
     given = peek_args(argv)
-    if given.export and given.game and given.export not in argv:  # no folder: where the game loads its driver from
-        argv = [*argv, "--export", str(Path(given.game) / GAME_ASSETS)]
-        argv.remove("--export")
+    if given.export and given.game:
+        check_folder(Path(given.game))
+        if given.export == INTO_THE_GAME:  # no folder: where the game loads its driver from
+            argv = [*(word for word in argv if word != "--export"), "--export", str(Path(given.game) / GAME_ASSETS)]
     if path := given.resume or given.evaluate or given.checkpoint:
         prefer = "checkpoint.pt" if given.resume else "best.pt"
         defaults = saved_args(Args, broadcast_from_rank0(load_checkpoint, path, algorithm, prefer)["args"])
@@ -195,7 +200,9 @@ def read_command(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: 
             if given.resume
             else {"start": "grid", "bridge_url": (), "game": None, "start_from": None, "resume": None}
         )
-        changes |= {"bridge_url": ()} if given.game else {"game": None} if given.bridge_url is not None else {}
+        changes |= {"game": None} if given.bridge_url is not None else {}
+        if given.game:
+            changes |= {"bridge_url": (), **next(preset.values for preset in presets if preset.flag == "--game")}
         if given.resume and given.track_id and tuple(given.track_id) != defaults.tracks:
             raise ValueError(f"--track-id cannot change: the run to resume has {' '.join(defaults.tracks[:3])}")
         if given.track_id and not given.resume:

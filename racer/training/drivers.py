@@ -6,13 +6,15 @@ import contextlib
 import importlib
 import inspect
 import json
-import shutil
+import os
+import tempfile
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from racer.game.launcher import GAME_ASSETS
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE, obs_moments
 from racer.training.checkpoints import load_checkpoint, must_fit, saved_args
 from racer.training.evaluation import describe, describe_all, evaluate, hand_written_settings, laps_of, summarize
@@ -122,36 +124,41 @@ def export_driver(agent: Driver, folder: Path, game: Path | None = None) -> None
         import onnxruntime
     except ImportError as error:
         raise ValueError("--export needs packages that are not installed: pip install onnx onnxruntime") from error
-    path = folder / "model.onnx"
+    folder.mkdir(parents=True, exist_ok=True)
     stats = {"obs_mean": agent.obs_mean.tolist(), "obs_var": agent.obs_var.tolist()}
     stats |= {"clip_obs": agent.NORM_CLIP, "epsilon": agent.NORM_EPSILON}
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in (path, folder / "vecnorm_stats.json"):
-        kept = old.with_name(f"{old.name}.old")
-        if old.exists() and not kept.exists():
-            shutil.copyfile(old, kept)
-            print_safely(f"{kept}: what was there before")
-    (folder / "vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
-    names = {"input_names": ["obs"], "output_names": ["actions"], "opset_version": 13}
-    names["dynamic_axes"] = {"obs": {0: "batch"}, "actions": {0: "batch"}}
-    if "dynamo" in inspect.signature(torch.onnx.export).parameters:
-        names["dynamo"] = False  # the newer exporter writes a second file, which a browser does not load
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(agent, (torch.zeros(1, OBS_SIZE),), str(path), **names)
-    obs = np.random.default_rng(0).uniform(OBS_LOW, OBS_HIGH, (10_000, OBS_SIZE)).astype(np.float32)
-    normalized_obs = (obs - np.float32(stats["obs_mean"])) / np.sqrt(np.float32(stats["obs_var"]) + stats["epsilon"])
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    clipped = np.clip(normalized_obs, -stats["clip_obs"], stats["clip_obs"]).astype(np.float32)
-    (actions,) = session.run(None, {"obs": clipped})
-    difference = float(np.abs(actions - agent.drive(obs)).max())
-    if not difference <= 1e-5:
-        raise ValueError(
-            f"the exported model gives different actions than the checkpoint: they differ by {difference:g}"
-        )
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:  # what is there stays until the new files are checked
+        path = Path(temporary) / "model.onnx"
+        path.with_name("vecnorm_stats.json").write_text(json.dumps(stats, indent=2) + "\n", encoding="utf-8")
+        names = {"input_names": ["obs"], "output_names": ["actions"], "opset_version": 13}
+        names["dynamic_axes"] = {"obs": {0: "batch"}, "actions": {0: "batch"}}
+        if "dynamo" in inspect.signature(torch.onnx.export).parameters:
+            names["dynamo"] = False  # the newer exporter writes a second file, which a browser does not load
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(agent, (torch.zeros(1, OBS_SIZE),), str(path), **names)
+        difference = difference_of_export(agent, onnxruntime.InferenceSession(path.read_bytes()), stats)
+        if not difference <= 1e-5:
+            found = "the exported model gives different actions than the checkpoint"
+            raise ValueError(f"{found}: they differ by {difference:g}. Nothing was replaced")
+        for new in (path, path.with_name("vecnorm_stats.json")):
+            old, kept = folder / new.name, folder / f"{new.name}.old"
+            if old.exists() and not kept.exists():
+                os.replace(old, kept)
+                print_safely(f"{kept}: what was there before")
+            os.replace(new, old)
     print_safely(
-        f"{path}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json -> actions [batch, {actions.shape[1]}]"
+        f"{folder / path.name}: obs [batch, {OBS_SIZE}], normalised with vecnorm_stats.json -> actions [batch, 3]"
     )
     print_safely(f"checked on 10,000 observations: the actions differ by at most {difference:.1e}")
-    if game:
+    if game and folder == game / GAME_ASSETS:
         print_safely(f"race it: cd {game} && pnpm dev")
+
+
+def difference_of_export(agent: Driver, session, stats: dict) -> float:
+    """The largest difference between the actions of a driver and of its export, on observations at random."""
+    obs = np.random.default_rng(0).uniform(OBS_LOW, OBS_HIGH, (10_000, OBS_SIZE)).astype(np.float32)
+    normalized_obs = (obs - np.float32(stats["obs_mean"])) / np.sqrt(np.float32(stats["obs_var"]) + stats["epsilon"])
+    clipped = np.clip(normalized_obs, -stats["clip_obs"], stats["clip_obs"]).astype(np.float32)
+    (actions,) = session.run(None, {"obs": clipped})
+    return float(np.abs(actions - agent.drive(obs)).max())

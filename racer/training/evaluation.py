@@ -151,7 +151,7 @@ def hand_written_lap(track_id: str, gain: float, offset: float) -> telemetry.Lap
 # == 2  Reference results ================================================================================================
 
 # The best flying laps known, in ticks: clean ones, which never leave the road, and laps that may leave it. Found by long training
-# and direct search; the actions that drive them are in tests/golden/best-laps.
+# and direct search; the actions that drive them are in racer/view/best-laps.
 BEST_LAP_TICKS = {
     "clean": {"track-01": 385, "track-02": 946, "track-03": 1012},
     "any": {"track-01": 326, "track-02": 892, "track-03": 904},

@@ -56,7 +56,7 @@ def print_results(label: str, results: list[dict], *more: str) -> None:
 
 
 def print_files(folder: Path, finished: bool) -> None:
-    files = ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line*.png", "replay*.gif")
+    files = ("best.pt", "checkpoint.pt", "metrics.csv", "race.html", "racing_line*.png", "replay*.gif", "lap-*.csv")
     there = [path.name for name in files for path in sorted(folder.glob(name))]
     print_safely(f"files     {folder}: {', '.join(there)}")
     if not finished:

@@ -44,7 +44,8 @@ class Lap:
         self.name, self.track_id, self.columns, self.note = name, track_id, columns, note
         length = load_track(track_id).length
         steps = np.diff(columns["arc"])
-        travelled = np.concatenate([[0.0], np.cumsum(steps - length * np.rint(steps / length))])
+        steps = steps - length * np.rint(steps / length)  # across the line
+        travelled = np.concatenate([[0.0], np.cumsum(steps)])
         # A lap ends within a tick of where it began; a car that turned round or stands has less behind it.
         self.complete = len(steps) > 0 and travelled[-1] > length - 2 * steps.max(initial=0.0) - 1.0
         progress = travelled / (travelled[-1] if self.complete else length)
@@ -118,10 +119,11 @@ def load_laps(path: Path) -> list[Lap]:
         if missing:
             raise ValueError(f"{path} is not a telemetry file: it has no column {missing[0]!r}")
         rows = list(reader)
-    laps, numbers = [], dict.fromkeys(row["lap"] for row in rows)
+    laps, by_number = [], {}
+    for row in rows:
+        by_number.setdefault(row["lap"], []).append(row)
     try:
-        for number in numbers:
-            own = [row for row in rows if row["lap"] == number]
+        for own in by_number.values():
             columns = {name: np.array([float(row[name]) for row in own]) for name in COLUMNS}
             laps.append(Lap(path.stem, own[0]["track"], columns))
     except (TypeError, ValueError) as error:
