@@ -88,10 +88,8 @@ def peers_table(peers: dict) -> str:
     rows = []
     for entry in peers["peers"]:
         runs, results = entry["runs"], [run["results"][0] for run in entry["runs"]]
-        reward, lap = (
-            median(math.inf if result[key] is None else result[key] for result in results)
-            for key in ("mean_reward", "flying_lap_sec")
-        )
+        reward = median(r["mean_reward"] for r in results)
+        lap = median(r["flying_lap_sec"] or math.inf for r in results)
         held = [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in runs]
         steps, seconds = (median(values) for values in zip(*held, strict=True))
         whole, total = (median(run[key] for run in runs) for key in ("seconds", "steps"))

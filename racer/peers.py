@@ -82,9 +82,7 @@ def show_peers(runs: dict[str, list[dict]], held: dict[str, list[tuple[float, fl
     for label, found in runs.items():
         steps, seconds = (median(values) for values in zip(*held[label], strict=True))
         results = [run["results"][0] for run in found]
-        reward, lap = (
-            median(float("inf") if r[key] is None else r[key] for r in results)
-            for key in ("mean_reward", "flying_lap_sec")
-        )
+        reward = median(r["mean_reward"] for r in results)
+        lap = median(r["flying_lap_sec"] or float("inf") for r in results)
         whole = median(run["seconds"] for run in found)
         print(f"{label:<60}{steps:>16,.0f} {seconds:>12.1f} {reward:>8.3f} {lap:>9.3f} {whole:>9.1f}", flush=True)

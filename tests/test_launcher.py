@@ -221,6 +221,12 @@ def test_an_export_goes_into_the_game_and_keeps_its_own_driver(game, tmp_path):
     assert (assets / "model.onnx.old").read_text() == "the game's own" and (assets / "vecnorm_stats.json").exists()
 
 
+def test_an_export_into_a_wrong_folder_is_refused(game, tmp_path):
+    with pytest.raises(ValueError, match="no such folder"):
+        command_of("sac", "--checkpoint", tmp_path, "--game", tmp_path / "gane", "--export")
+    assert not (tmp_path / "gane").exists()
+
+
 def test_game_and_bridge_url_exclude_each_other(game):
     with pytest.raises(ValueError, match="mutually exclusive"):
         sac_racer.Args(game=game, bridge_url="ws://localhost:9876")

@@ -84,6 +84,13 @@ def test_side_is_positive_to_the_left_of_the_centreline():
     )
 
 
+def test_rolling_back_over_the_line_is_no_lap():
+    track = load_track("track-01")
+    s = np.concatenate([np.arange(0, 40, 2.0), np.arange(40, -20, -2.0)]) % track.length
+    lap = Lap.of("", "track-01", np.column_stack([track.position(s), np.zeros((len(s), 5))]))
+    assert not lap.complete and lap.progress[-1] == pytest.approx(40 / track.length, abs=1e-3)
+
+
 def test_laps_survive_their_file(tmp_path, race):
     save_laps(tmp_path / "laps.csv", race.laps)
     again = load_laps(tmp_path / "laps.csv")
@@ -183,12 +190,14 @@ def test_bad_words_are_one_clear_line(trained, tmp_path, race):
     save_laps(tmp_path / "mine.csv", race.laps[:1])
     (tmp_path / "cut.csv").write_text((tmp_path / "mine.csv").read_text()[:900])
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    save_laps(tmp_path / "empty.csv", [])
     for words, tracks, message in (
         ((), (), "no drivers"),
         (("nothing",), (), "nothing does not exist"),
         ((str(trained / "ppo" / "metrics.csv"),), (), "no column 'track'"),
         ((str(tmp_path / "other.csv"),), (), "no column 'track'"),
         ((str(tmp_path / "cut.csv"),), (), "not a complete telemetry file"),
+        ((str(tmp_path / "empty.csv"),), (), "empty has laps on no track"),
         (("best",), ("random-3",), "no best lap is known on random-3"),
         ((str(tmp_path / "mine.csv"), "best"), ("track-02",), "mine has laps on track-01, none on track-02"),
         (("best",), ("track-9",), "track-9"),
