@@ -1,7 +1,7 @@
 """PPO for the top-down racer in one file. It trains a driver that beats the game's published one.
 
-    python ppo_racer.py --total-timesteps 2000000                    # 12 s: laps of 6.5 s on track-01
-    python ppo_racer.py --random-tracks 24                           # 77 s: a driver for every track
+    python ppo_racer.py --total-timesteps 2000000                    # half a minute: laps of 6.5 s on track-01
+    python ppo_racer.py --random-tracks 24                           # a few minutes: a driver for every track
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --game ../top-down-racer-02                  # train in the real game, in whose folder bridges are started
     python ppo_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact

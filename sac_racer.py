@@ -1,6 +1,6 @@
 """SAC for the top-down racer in one file. It needs few steps, which matters where the game is slow.
 
-    python sac_racer.py                                              # 59 s: laps of 6.5 s on track-01
+    python sac_racer.py                                              # a minute or two: laps of 6.5 s on track-01
     python sac_racer.py --slow-game                                  # as on a bridge: laps of 6.6 s after 60,000 steps
     python sac_racer.py --game ../top-down-racer-02                  # train in the real game, in whose folder bridges are started
     python sac_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact

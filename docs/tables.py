@@ -129,7 +129,7 @@ def front_table(results: dict, peers: dict) -> str:
     lap, reward, _ = track_row(peer["runs"])
     whole, total = (median(run[key] for run in peer["runs"]) for key in ("seconds", "steps"))
     rows.append(
-        [f"Stable-Baselines3's PPO, tuned ({len(peer['runs'])} seeds)", lap, reward, f"{total:,.0f}", number(whole, 0)]
+        [f"Stable-Baselines3's PPO, tuned (seeds: {len(peer['runs'])})", lap, reward, f"{total:,.0f}", number(whole, 0)]
     )
     rows.append(
         ["best known", number(BEST_LAP_TICKS["clean"]["track-01"] / 60), number(BEST_REWARD["track-01"]), "", ""]
