@@ -62,7 +62,8 @@ def learning_curves(size=(900, 440), left=64, bottom=52, most=100_000, fast=6.0,
         pen.text((place(steps, fast)[0], height - bottom + 8), f"{steps:,}", anchor="ma", **letters(14))
     for lap, name in ((385 / 60, "best known"), (442 / 60, "the published driver")):
         pen.line((*place(0, lap), *place(most, lap)), fill=INK)
-        pen.text((width - 26, place(0, lap)[1] - 2), name, anchor="rd", **letters(13))
+        side, anchor = (3, "ra") if name == "best known" else (-2, "rd")
+        pen.text((width - 26, place(0, lap)[1] + side), name, anchor=anchor, **letters(13))
     for number, (label, (name, colour)) in enumerate(CURVES.items()):
         runs = next(entry["runs"] for entry in entries if entry["label"] == label)
         by_step: dict[int, list[float]] = {}

@@ -1,7 +1,7 @@
 """Writes the tables of README.md and docs/results.md from measured numbers: python docs/tables.py
 
     python bench_racer.py --only results --json docs/results.json
-    python bench_racer.py --only peers --runs 3 --json docs/peers.json
+    python bench_racer.py --only peers --json docs/peers.json
 
 A table stands between <!-- NAME --> and <!-- /NAME -->; tests/test_docs.py holds that it is what this script writes.
 """

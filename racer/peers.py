@@ -21,7 +21,7 @@ PEERS = {  # label: algorithm, steps, cars, settings
     "SB3 PPO, the game's authors": (
         "PPO", 100_000, 1, {"n_steps": 2048, "batch_size": 128, "n_epochs": 10, "gamma": 0.995, "ent_coef": 0.01},
     ),
-    "SB3 SAC, tuned": (
+    "SB3 SAC, 8 cars": (
         "SAC", 60_000, 8,
         {"learning_starts": 3_500, "gamma": 0.97, "train_freq": 4, "gradient_steps": 8, "buffer_size": 60_000,
          "policy_kwargs": {"net_arch": [64, 64]}},
