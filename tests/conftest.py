@@ -31,14 +31,14 @@ ROOT = TESTS.parent
 MODULES = {"ppo": ppo_racer, "sac": sac_racer}
 # Settings of small runs of each trainer: iterations of 512 steps with 16 cars, and no evaluation before the end.
 TINY = {
-    "ppo": {"rollout_steps": 32, "minibatch_size": 128, "update_epochs": 2},
+    "ppo": {"action_repeat": 1, "rollout_steps": 32, "minibatch_size": 128, "update_epochs": 2},
     "sac": {"log_every": 512, "learning_starts": 512, "batch_size": 64, "updates": 2, "buffer_size": 1000},
 }
 for settings in TINY.values():
     settings |= {"num_envs": 16, "eval_every": 10**9, "checkpoint_every": 10**9, "tensorboard": False}
 # The same on a bridge: iterations of 100 steps with 2 cars.
 TINY_BRIDGE = {
-    "ppo": {"rollout_steps": 50, "minibatch_size": 50},
+    "ppo": {"action_repeat": 1, "rollout_steps": 50, "minibatch_size": 50},
     "sac": {"log_every": 100, "learning_starts": 100, "batch_size": 16, "action_repeat": 2},
 }
 for settings in TINY_BRIDGE.values():

@@ -386,5 +386,5 @@ def test_one_driver_on_several_tracks(tmp_path):
 
 
 def test_a_rollout_has_to_hold_a_minibatch():
-    with pytest.raises(ValueError, match=r"--minibatch-size is 1000000000.* 16384 "):
+    with pytest.raises(ValueError, match=r"--minibatch-size is 1000000000.* 3072 "):
         Args(minibatch_size=10**9)
