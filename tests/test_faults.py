@@ -317,8 +317,19 @@ def test_memory_stays_flat(tmp_path, monkeypatch, name):
         real(self)
 
     monkeypatch.setattr(Run, "log", log)
-    own = {"rollout_steps": 16, "minibatch_size": 128} if name == "ppo" else {"log_every": 256, "action_repeat": 2}
-    own |= {} if name == "ppo" else {"learning_starts": 256, "batch_size": 16, "updates": 2, "buffer_size": 320}
+    own = {"action_repeat": 1, "rollout_steps": 16, "minibatch_size": 128}
+    own = (
+        own
+        if name == "ppo"
+        else {
+            "log_every": 256,
+            "action_repeat": 2,
+            "learning_starts": 256,
+            "batch_size": 16,
+            "updates": 2,
+            "buffer_size": 320,
+        }
+    )
     args = module.Args(
         num_envs=16, total_timesteps=256 * 400, config_path=short_episodes(tmp_path, 60), run_dir=tmp_path,
         eval_every=256 * 20, checkpoint_every=256 * 20, **own,

@@ -352,7 +352,8 @@ def test_what_could_not_be_saved_is_said_once(launch, tmp_path):
 def test_every_process_takes_its_share_of_the_bridges_and_a_fault_of_one_stops_all(launch, bridge, tmp_path, name):
     good, dying = bridge(), bridge("--fault", "die", "--after", "250")
     short = {"num_envs": 4, "start": "grid", "total_timesteps": 2000, "checkpoint_every": 10**9, "eval_every": 10**9}
-    short |= {"rollout_steps": 50, "minibatch_size": 50} if name == "ppo" else {"log_every": 100, "action_repeat": 2}
+    own = {"rollout_steps": 50, "minibatch_size": 50, "action_repeat": 1}
+    short |= own if name == "ppo" else {"log_every": 100, "action_repeat": 2}
     process = launch(name, **short, bridge_url=(good.url, dying.url))
     out, _ = process.communicate(timeout=100)
     assert process.returncode and "exitcode  : 3" in out, out
@@ -367,6 +368,7 @@ def test_the_others_wait_for_a_process_that_waits_for_its_bridge(launch, bridge,
     script, urls = tmp_path / "impatient.py", (bridge().url, bridge("--fault", "die", "--after", "250").url)
     script.write_text(IMPATIENT)
     short = {"num_envs": 4, "start": "grid", "total_timesteps": 2000, "rollout_steps": 50, "minibatch_size": 50}
+    short |= {"action_repeat": 1}
     process = launch("ppo", script=script, **short, eval_every=10**9, bridge_url=urls, bridge_retries=3)
     out, _ = process.communicate(timeout=100)
     assert (
