@@ -160,14 +160,25 @@ def test_no_bridge_outlives_its_trainer(game, how):
 
 def test_ctrl_c_while_the_bridges_start_ends_them(game, tmp_path, monkeypatch, start):
     pids = tmp_path / "pids"
-    make_npx(tmp_path / "bin", monkeypatch, f'echo $$ >> "{pids}"; exec sleep 100')
+    make_npx(tmp_path / "bin", monkeypatch, f'echo $$ >> "{pids}"; exec cat')
     trainer = start("sac", "--game", game, "--bridges", "2", "--run-dir", tmp_path)
     wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2, trainer)
     trainer.send_signal(signal.SIGINT)
     assert trainer.wait(30) == 130
+    until = time.monotonic() + 20
     for pid in map(int, pids.read_text().split()):
         with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+            while time.monotonic() < until:
+                os.kill(pid, 0)
+                time.sleep(0.02)
+
+
+def test_a_bridge_that_hangs_is_ended_too(game, tmp_path, monkeypatch):
+    make_npx(tmp_path / "bin", monkeypatch, f"exec {STANDS_IN.replace('--end-with-input', '')}")
+    monkeypatch.setattr(launcher, "STOP_TIMEOUT_S", 0.2)
+    urls = start_bridges(game, 2)
+    end_bridges()
+    wait_until_gone(urls)
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")
