@@ -55,6 +55,10 @@ class Episode:
     def finish_lap(self, ticks: int, flying: bool) -> None:
         self.laps.append(Lap(ticks, len(self.rewards), sum(self.off_road[-ticks:]), flying))
 
+    def way(self, lap: Lap) -> np.ndarray:
+        """The part of the trajectory in which a lap was driven (ticks + 1, 7)."""
+        return self.trajectory[lap.end - lap.ticks : lap.end + 1]
+
     @property
     def failed(self) -> bool:
         """Without a lap, or terminated."""
@@ -118,11 +122,10 @@ def score(episodes: list[Episode]) -> float:
     return float(np.mean([sum(episode.rewards) for episode in episodes]))
 
 
-def laps_of(episode: Episode, name: str = "") -> list[telemetry.Lap]:
+def laps_of(episode: Episode) -> list[telemetry.Lap]:
     """The laps that were driven in an episode with a render_mode."""
-    driven = [lap for lap in episode.laps if lap.end < len(episode.trajectory)]
-    ways = [episode.trajectory[lap.end - lap.ticks : lap.end + 1] for lap in driven]
-    return [telemetry.Lap.of(name, episode.track, way) for way in ways]
+    driven = [lap for lap in episode.laps if lap.end < len(episode.trajectory)]  # the others are extrapolated
+    return [telemetry.Lap.of("", episode.track, episode.way(lap)) for lap in driven]
 
 
 def fastest_lap(episode: Episode) -> dict | None:
@@ -130,7 +133,7 @@ def fastest_lap(episode: Episode) -> dict | None:
     if not episode.laps or episode.trajectory is None:
         return None
     lap = min(episode.laps, key=lambda lap: lap.ticks)
-    return {"track_id": episode.track, "trajectory": episode.trajectory[lap.end - lap.ticks : lap.end + 1]}
+    return {"track_id": episode.track, "trajectory": episode.way(lap)}
 
 
 def drive_lap(name: str, drive: Callable, track_id: str) -> telemetry.Lap:

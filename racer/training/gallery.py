@@ -23,8 +23,7 @@ def draw_best(run, finished: bool = False) -> None:
             for laps in races:
                 name = track_name(laps[0].track_id)
                 tag, suffix = ("", "") if len(run.args.tracks) == 1 else (f"{name}/", f"-{name}")
-                pair = laps[:1] + [lap for lap in laps if lap.name in ("best known", "hand-written")][:1]
-                picture = draw_laps(pair, replay=finished)
+                picture = draw_laps(laps[:2], replay=finished)
                 if finished:
                     run.logger.animation(f"eval/{tag}replay", picture, run.steps)
                     (run.folder / f"replay{suffix}.gif").write_bytes(picture)
@@ -40,7 +39,7 @@ def draw_best(run, finished: bool = False) -> None:
 
 
 def laps_to_race(run, lap: dict) -> list[Lap]:
-    """The best lap of a run, the best one known, the hand-written driver's, and the run's own first one."""
+    """The best lap of a run, the best one known, the hand-written driver's, and the run's own first one, as far as there are."""
     track, best, first = lap["track_id"], run.best["step"], run.first_laps.get(lap["track_id"])
     laps = [Lap.of("this run", **lap, note=f"step {best:,}"), best_known_lap(track)]
     if track in run.hand_written:
