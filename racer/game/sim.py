@@ -145,12 +145,9 @@ class RacerSim:
             on = track == number
             s = along[on] * t.length
             lateral = (2 * sideways[on] - 1) * ANYWHERE_LATERAL
-            edges = (np.interp(s, t.wall_s, edge, period=t.length) for edge in (t.road_left, t.road_right))
-            left, right = (np.maximum(edge, 0.0) for edge in edges)
-            lateral = lateral * np.where(lateral > 0, left, right)
+            centre, normal, left, right = t.road(s)
+            lateral = lateral * np.maximum(np.where(lateral > 0, left, right), 0.0)
             tangent = t.tangent(s)
-            normal = np.stack([-tangent[:, 1], tangent[:, 0]], axis=1)
-            centre = t.position(s)
             place = centre + lateral[:, None] * normal
             located = self.world.locate(track[on], *place.T)[0]
             # Smoothed walls may cut a tight corner: start in the middle.

@@ -81,6 +81,13 @@ class Track:
         widths = np.append(self.control_points[:, 2], self.control_points[0, 2])
         return np.interp(np.mod(s, self.length), self.arc[::CHORDS], widths)
 
+    def road(self, s):
+        """The centreline (n, 2), its normals to the left (n, 2), and how far the road reaches to the left and to the right (n,)."""
+        tangent = self.tangent(s)
+        normal = np.stack([-tangent[:, 1], tangent[:, 0]], axis=1)
+        left, right = (np.interp(s, self.wall_s, w, period=self.length) for w in (self.road_left, self.road_right))
+        return self.position(s), normal, left, right
+
     # -- walls and gates -----------------------------------------------------------------------------------------------
 
     def _build_walls(self) -> None:

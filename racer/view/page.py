@@ -44,13 +44,9 @@ def race_data(race: Race) -> dict:
 def outline(track: Track) -> dict:
     """The track's lines, each a list of numbers x, y, x, y, ..."""
     s = np.linspace(0, track.length, int(track.length / SPACING))
-    centre, tangent = track.position(s), track.tangent(s)
-    normal = np.stack([-tangent[:, 1], tangent[:, 0]], axis=1)
-    edges = {
-        name: centre + side * np.interp(s, track.wall_s, width, period=track.length)[:, None] * normal
-        for name, side, width in (("left", 1, track.road_left), ("right", -1, track.road_right))
-    }
-    lines = {"centre": centre, **edges, "outer": track.outer, "inner": track.inner}
+    centre, normal, left, right = track.road(s)
+    lines = {"centre": centre, "left": centre + left[:, None] * normal, "right": centre - right[:, None] * normal}
+    lines |= {"outer": track.outer, "inner": track.inner}
     return {name: rounded(line.ravel(), 1) for name, line in lines.items()}
 
 

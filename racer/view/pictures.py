@@ -86,9 +86,7 @@ class Painter:
         track = self.track
         pen.polygon(self.to_pixels(track.outer), fill=COLOURS["runoff"])
         s = np.linspace(0, track.length, math.ceil(track.length / 3))
-        centre, tangent = track.position(s), track.tangent(s)
-        normal = np.stack([-tangent[:, 1], tangent[:, 0]], axis=1)
-        left, right = (np.interp(s, track.wall_s, w, period=track.length) for w in (track.road_left, track.road_right))
+        centre, normal, left, right = track.road(s)
         for name, extra in (("shoulder", SHOULDER_WIDTH), ("edge", 1.5), ("road", 0.0)):
             a, b = (
                 self.to_pixels(centre + side * (width + extra)[:, None] * normal)
