@@ -3,7 +3,7 @@
     python ppo_racer.py --total-timesteps 2000000                    # half a minute: laps of 6.5 s on track-01
     python ppo_racer.py --random-tracks 24                           # a few minutes: a driver for every track
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
-    python ppo_racer.py --game ../top-down-racer-02                  # train in the real game, in whose folder bridges are started
+    python ppo_racer.py --game ../top-down-racer-02                  # train in the real game in this folder
     python ppo_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
     python ppo_racer.py --evaluate runs/NAME                         # laps and lap times of a trained driver
     python ppo_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
@@ -72,9 +72,9 @@ class Args(Settings):
     bridge_url: tuple[str, ...] = ()
     """train in the real game behind these URLs; with --resume, the flag without a URL continues on the embedded engine"""
     game: Path | None = None
-    """train in the real game in this folder: its bridges are started, restarted and ended with the run"""
+    """train in the real game in this folder; its bridges are started and stopped automatically"""
     bridges: Count = 1
-    """with --game: number of bridges to start, each with a core to use"""
+    """with --game: number of bridges to start; each uses one core"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
     off_road_penalty_scale: NonNegative = 1.0
@@ -146,7 +146,7 @@ class Args(Settings):
 
 
 PRESETS = (  # defaults that these flags change; later presets take precedence
-    Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {  # an arc position is another place on each
+    Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {  # one arc position is a different place on each track
         "start": "anywhere", "hidden": 128, "hide_arc": True, "num_envs": 129, "action_repeat": 4, "rollout_steps": 16,
         "minibatch_size": 128,
     }),

@@ -2,7 +2,7 @@
 
     python sac_racer.py                                              # a minute or two: laps of 6.5 s on track-01
     python sac_racer.py --slow-game                                  # as on a bridge: laps of 6.6 s after 60,000 steps
-    python sac_racer.py --game ../top-down-racer-02                  # train in the real game, in whose folder bridges are started
+    python sac_racer.py --game ../top-down-racer-02                  # train in the real game in this folder
     python sac_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
     python sac_racer.py --evaluate runs/NAME                         # laps and lap times of a trained driver
     python sac_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
@@ -71,9 +71,9 @@ class Args(Settings):
     bridge_url: tuple[str, ...] = ()
     """train in the real game behind these URLs; with --resume, the flag without a URL continues on the embedded engine"""
     game: Path | None = None
-    """train in the real game in this folder: its bridges are started, restarted and ended with the run"""
+    """train in the real game in this folder; its bridges are started and stopped automatically"""
     bridges: Count = 1
-    """with --game: number of bridges to start, each with a core to use"""
+    """with --game: number of bridges to start; each uses one core"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
     off_road_penalty_scale: NonNegative = 1.0

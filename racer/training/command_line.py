@@ -195,11 +195,8 @@ def read_command(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: 
     if path := given.resume or given.evaluate or given.checkpoint:
         prefer = "checkpoint.pt" if given.resume else "best.pt"
         defaults = saved_args(Args, broadcast_from_rank0(load_checkpoint, path, algorithm, prefer)["args"])
-        changes = (
-            {}
-            if given.resume
-            else {"start": "grid", "bridge_url": (), "game": None, "start_from": None, "resume": None}
-        )
+        new = {"start": "grid", "bridge_url": (), "game": None, "start_from": None, "resume": None}
+        changes = {} if given.resume else new
         changes |= {"game": None} if given.bridge_url is not None else {}
         if given.game:
             changes |= {"bridge_url": (), **next(preset.values for preset in presets if preset.flag == "--game")}
