@@ -146,7 +146,7 @@ class Args(Settings):
 
 
 PRESETS = (  # defaults that these flags change; later presets take precedence
-    Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {  # one arc position is a different place on each track
+    Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {  # no arc: it means another place on each
         "start": "anywhere", "hidden": 128, "hide_arc": True, "num_envs": 129, "action_repeat": 4, "rollout_steps": 16,
         "minibatch_size": 128,
     }),
