@@ -246,20 +246,18 @@ def run_command(name: str, words: list[str], folder: Path) -> dict:
     if done.returncode:
         raise RuntimeError(f"{name}_racer.py failed: {done.stderr.strip()[-500:]}")
     summary = json.loads((folder / "run" / "summary.json").read_text())
-    results, rows = (
-        summary["results"],
-        [row for row in read_csv(folder / "run" / "metrics.csv") if row["eval/mean_reward"]],
-    )
+    results, rows = summary["results"], read_csv(folder / "run" / "metrics.csv")
     around = seconds - summary["seconds"]  # the start of the process, and its end
     evaluations = [  # step, lap, seconds since the start of the process
         (
             int(row["step"]),
-            float(row.get("eval/flying_lap_time_sec") or "inf"),
+            float(row.get("eval/flying_lap_time_sec") or 0) or None,
             around + int(row["step"]) / float(row["time/fps"]),
         )
         for row in rows
+        if row["eval/mean_reward"]
     ]
-    beaten = (end for _, lap, end in evaluations if lap < PUBLISHED_LAP_SEC)
+    beaten = (end for _, lap, end in evaluations if lap and lap < PUBLISHED_LAP_SEC)
     return {
         "steps": summary["steps"],
         "seconds": seconds,
@@ -326,11 +324,11 @@ def bench_results(args: Args) -> list[dict]:
     return rows
 
 
-def holds_from(evaluations: list[tuple[int, float, float]], target: float) -> tuple[float, float]:
+def holds_from(evaluations: list[tuple[int, float | None, float]], target: float) -> tuple[float, float]:
     """The steps and the seconds of the first evaluation from which on every lap time is below the target; or infinite."""
     held = (math.inf, math.inf)
     for steps, lap, seconds in reversed(evaluations):
-        if not lap < target:
+        if not lap or lap >= target:
             break
         held = steps, seconds
     return held

@@ -7,7 +7,6 @@ It draws from drivers/every-track.pt, docs/results.json and docs/peers.json. Pag
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import socket
 import statistics
@@ -69,7 +68,7 @@ def learning_curves(size=(900, 440), left=64, bottom=52, most=100_000, fast=6.0,
         by_step: dict[int, list[float]] = {}
         for run in runs:
             for step, lap, _ in run["evaluations"]:
-                by_step.setdefault(step, []).append(lap if math.isfinite(lap) else slow)
+                by_step.setdefault(step, []).append(lap or slow)
         whole = {step: laps for step, laps in sorted(by_step.items()) if len(laps) == len(runs)}
         low, high = ([place(step, pick(laps)) for step, laps in whole.items()] for pick in (min, max))
         pen.polygon([*low, *reversed(high)], fill=(*colour, 40))

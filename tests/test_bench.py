@@ -145,7 +145,7 @@ def test_a_trained_driver_stands_beside_it_and_what_is_none_is_named(tmp_path, c
 def test_a_lap_time_holds_from_the_evaluation_after_which_it_is_never_lost_again():
     evaluations = [(1, 6.0, 0.1), (2, 8.0, 0.2), (3, 7.0, 0.3), (4, 6.9, 0.4)]
     assert bench_racer.holds_from(evaluations, target=7.367) == (3, 0.3)
-    assert bench_racer.holds_from([*evaluations, (5, math.inf, 0.5)], target=7.367) == (math.inf, math.inf)
+    assert bench_racer.holds_from([*evaluations, (5, None, 0.5)], target=7.367) == (math.inf, math.inf)
     assert bench_racer.holds_from([(1, 6.0, 0.1)], target=7.367) == (1, 0.1)
 
 
