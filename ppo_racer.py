@@ -152,8 +152,7 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
     }),
     Preset("--random-tracks", lambda given: given.random_tracks, {  # no track is memorised
         "total_timesteps": 8_000_000, "start": "anywhere", "off_road_penalty_scale": 3.0, "hidden": 128, "hide_arc": True,
-        "num_envs": 512, "action_repeat": 1, "rollout_steps": 32, "minibatch_size": 1_024,
-        "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
+        "num_envs": 264, "action_repeat": 2, "minibatch_size": 396, "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
     }),
     Preset("--start-from", lambda given: given.start_from, {  # short fine-tuning; starting anywhere covers the track
         "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "action_repeat": 1, "rollout_steps": 32,

@@ -90,7 +90,7 @@ class Args(Settings):
     """discount factor per tick: 0.97 looks about 33 ticks (0.6 s) ahead"""
     n_step: Count = 5
     """actions whose rewards are measured before the critics' own estimate takes over"""
-    tau: Fraction = 0.01
+    tau: Fraction = 0.05
     """Polyak coefficient of the target networks per critic update: small is stable, large is fast"""
     init_alpha: Positive = 0.01
     """initial entropy coefficient (alpha)"""
@@ -98,7 +98,7 @@ class Args(Settings):
     """learn alpha so that the entropy stays at --target-entropy; otherwise alpha is constant"""
     target_entropy: float = -6.0
     """target entropy of the three actions in [-1, 1]; lower gives a less random policy in the end"""
-    noise_memory: Annotated[float, Range(0, 0.999)] = 0.0
+    noise_memory: Annotated[float, Range(0, 0.999)] = 0.5
     """correlation of an action's noise with that of the last action; more explores for longer"""
     init_std: Positive = 0.5
     """initial standard deviation of the actions before squashing, which is then learned for every state"""
@@ -112,7 +112,7 @@ class Args(Settings):
     # -- optimisation
     learning_rate: NonNegative = 1e-3
     """Adam's initial learning rate, for critics and alpha"""
-    actor_learning_rate: NonNegative = 1e-3
+    actor_learning_rate: NonNegative = 3e-4
     """Adam's initial learning rate for the actor; a slow actor gives the critics time to follow"""
     anneal_lr: bool = True
     """anneal the learning rates linearly to 0"""
@@ -120,7 +120,7 @@ class Args(Settings):
     """actions kept in the replay buffer, all processes together; keeping only recent ones gave faster laps"""
     learning_starts: Whole = 5_000
     """steps before learning starts, or fewer if the buffer is full"""
-    batch_size: Count = 256
+    batch_size: Count = 160
     """samples per optimiser step, all processes together"""
     updates: Whole = 8
     """optimiser steps of the critics per action of all cars, made while the cars drive"""
@@ -171,7 +171,7 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
     Preset("--game, --bridge-url, --slow-game", lambda given: given.game or given.bridge_url or given.slow_game, {  # a short run
         "total_timesteps": 60_000, "start": "grid", "num_envs": 8, "stuck_ticks": 90, "buffer_size": 10_000,
         "learning_starts": 3_500, "actor_learning_rate": 8e-5, "anneal_lr": False, "tau": 0.1, "init_alpha": 0.001,
-        "noise_memory": 0.8, "updates": 16, "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
+        "noise_memory": 0.8, "batch_size": 256, "updates": 16, "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     }),
     Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": max(1, (os.cpu_count() or 1) - 1)}),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from statistics import median
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from bench_racer import PUBLISHED_LAP_SEC, holds_from  # noqa: E402
+from bench_racer import PUBLISHED_LAP_SEC, UNSEEN, holds_from  # noqa: E402
 from racer.training.evaluation import BEST_LAP_TICKS, BEST_REWARD  # noqa: E402
 
 PAGES = (HERE.parent / "README.md", HERE / "results.md")
@@ -71,6 +71,23 @@ def trained_table(results: dict) -> str:
     return table(
         ("command", "track", "flying lap (s)", "reward", "off the road (%)", "holds from step", "seconds"), rows
     )
+
+
+def unseen_table(results: dict) -> str:
+    """The commands with --random-tracks, on tracks that the drivers have never seen."""
+    rows = []
+    for entry in results["results"]:
+        if not (found := entry.get("unseen")):
+            continue
+        above, share, least, failures = (
+            [one[name] for one in found] for name in ("better_than_best", "share", "least_share", "failures")
+        )
+        shares = [pair([100 * value for value in values], min, 1) for values in (share, least)]
+        failed = f"{pair(failures, max, 0)} of {found[0]['episodes']}"
+        seconds = number(median(run["seconds"] for run in entry["runs"]), 0)
+        rows.append([f"`{entry['label']}`", f"{pair(above, min, 0)} of {len(UNSEEN)}", *shares, failed, seconds])
+    head = ("command", "above the best of 28 settings on", "mean share of its reward (%)", "least share (%)")
+    return table((*head, "failures from anywhere", "seconds"), rows)
 
 
 def drivers_table(results: dict) -> str:
@@ -141,6 +158,7 @@ def with_tables(text: str, results: dict, peers: dict) -> str:
     tables = {
         "front": front_table(results, peers),
         "trained": trained_table(results),
+        "unseen": unseen_table(results),
         "drivers": drivers_table(results),
     }
     tables |= {"peers": peers_table(peers), "machine": machine_line(results)}
