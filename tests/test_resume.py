@@ -198,6 +198,7 @@ def test_a_moved_run_with_files_of_its_own_resumes_and_changed_rewards_are_notic
     track.write_text(json.dumps({"name": "mine", "control_points": TRACKS["track-01"]}))
     monkeypatch.chdir(tmp_path)
     files = {"config_path": Path("cfg.json"), "track_id": ("mine.json",)}
+    assert MODULES[lab.name].Args(**files).tracks == (str(track.resolve()),), "its laps have one name before and after"
     lab.train(Path("runs"), **files, total_timesteps=1024)
     elsewhere = tmp_path / "elsewhere"
     shutil.move(tmp_path / "runs" / "run", elsewhere)

@@ -23,7 +23,7 @@ from racer.game.checks import is_finite
 from racer.game.launcher import GAME_ASSETS, check_folder, end_bridges, start_bridges
 from racer.game.rules import STARTS
 from racer.game.tracks import track_name
-from racer.training.checkpoints import load_checkpoint, network_settings, saved_args
+from racer.training.checkpoints import load_checkpoint, network_settings, plain, saved_args
 from racer.training.processes import (
     ProcessError, SharedError, broadcast_from_rank0, exit_process, init_processes, rank, remembered,
 )  # fmt: skip
@@ -104,8 +104,8 @@ class Settings:
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """The ids of the tracks to drive on."""
-        return tuple(f"random-{n}" for n in range(1, self.random_tracks + 1)) or tuple(self.track_id)
+        """The ids of the tracks to drive on. A file is named by its full path, as in a run that is resumed."""
+        return tuple(f"random-{n}" for n in range(1, self.random_tracks + 1)) or tuple(map(plain, self.track_id))
 
     @property
     def urls(self) -> tuple[str, ...]:
