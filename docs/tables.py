@@ -133,6 +133,7 @@ def front_table(results: dict, peers: dict) -> str:
     )
     for label in (
         "ppo_racer.py",
+        "sac_racer.py",
         "ppo_racer.py --slow-game --eval-every 2000",
         "sac_racer.py --slow-game --eval-every 2000",
     ):
