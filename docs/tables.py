@@ -85,7 +85,9 @@ def unseen_table(results: dict) -> str:
         shares = [pair([100 * value for value in values], min, 1) for values in (share, least)]
         failed = f"{pair(failures, max, 0)} of {found[0]['episodes']}"
         seconds = number(median(run["seconds"] for run in entry["runs"]), 0)
-        rows.append([f"`{entry['label']}`", f"{median(above):g} / {min(above)} of {len(UNSEEN)}", *shares, failed, seconds])
+        rows.append(
+            [f"`{entry['label']}`", f"{median(above):g} / {min(above)} of {len(UNSEEN)}", *shares, failed, seconds]
+        )
     head = ("command", "above the best of 28 settings on", "mean share of its reward (%)", "least share (%)")
     return table((*head, "failures from anywhere", "seconds"), rows)
 
