@@ -152,7 +152,8 @@ def test_a_lap_time_holds_from_the_evaluation_after_which_it_is_never_lost_again
 @pytest.mark.slow
 def test_results_are_medians_and_worst_of_the_seeds_that_are_asked_for(tmp_path, capsys, monkeypatch):
     config = short_episodes(tmp_path, 500)
-    more = f"--total-timesteps 50000 --num-envs 64 --eval-every 20000 --config-path {config} --no-tensorboard"
+    more = "--total-timesteps 50000 --num-envs 64 --action-repeat 1 --rollout-steps 32 --eval-every 20000"
+    more += f" --config-path {config} --no-tensorboard"
     monkeypatch.setattr(bench_racer, "RESULTS", (("ppo", f"--random-tracks 2 {more}"),))
     monkeypatch.setattr(bench_racer, "UNSEEN", ("random-3", "random-4"))
     monkeypatch.setattr(bench_racer, "STARTS_PER_TRACK", 2)
