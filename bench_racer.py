@@ -248,7 +248,7 @@ def run_command(name: str, words: list[str], folder: Path) -> dict:
     summary = json.loads((folder / "run" / "summary.json").read_text())
     results, rows = summary["results"], read_csv(folder / "run" / "metrics.csv")
     around = seconds - summary["seconds"]  # the start of the process, and its end
-    evaluations = [  # step, lap, seconds since the start of the process
+    evaluations = [  # step, flying lap or None, seconds since the start of the process
         (
             int(row["step"]),
             float(row.get("eval/flying_lap_time_sec") or 0) or None,

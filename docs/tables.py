@@ -57,13 +57,13 @@ def held(runs: list[dict], which: int, digits: int = 0) -> str:
 
 
 def trained_table(results: dict) -> str:
-    """Every command of bench_racer.RESULTS."""
+    """The commands of bench_racer.RESULTS that drive on the tracks they train on."""
     rows = []
     for entry in results["results"]:
-        if "runs" not in entry:
+        if "runs" not in entry or entry["unseen"]:
             continue
         tracks = [result["track"] for result in entry["runs"][0]["results"]]
-        for place, track in enumerate(tracks if len(tracks) <= 6 else ()):
+        for place, track in enumerate(tracks):
             command = f"`{entry['label']}`" if place == 0 else ""
             steps = held(entry["runs"], 0) if len(tracks) == 1 else ""
             seconds = number(median(run["seconds"] for run in entry["runs"]), 0) if place == 0 else ""

@@ -317,19 +317,10 @@ def test_memory_stays_flat(tmp_path, monkeypatch, name):
         real(self)
 
     monkeypatch.setattr(Run, "log", log)
-    own = {"action_repeat": 1, "rollout_steps": 16, "minibatch_size": 128}
-    own = (
-        own
-        if name == "ppo"
-        else {
-            "log_every": 256,
-            "action_repeat": 2,
-            "learning_starts": 256,
-            "batch_size": 16,
-            "updates": 2,
-            "buffer_size": 320,
-        }
-    )
+    own = {
+        "ppo": {"action_repeat": 1, "rollout_steps": 16, "minibatch_size": 128},
+        "sac": {"action_repeat": 2, "log_every": 256, "learning_starts": 256, "batch_size": 16, "updates": 2, "buffer_size": 320},
+    }[name]  # fmt: skip
     args = module.Args(
         num_envs=16, total_timesteps=256 * 400, config_path=short_episodes(tmp_path, 60), run_dir=tmp_path,
         eval_every=256 * 20, checkpoint_every=256 * 20, **own,
