@@ -27,14 +27,14 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from racer.game.bridge import BridgeError, retry_pause_s
-from racer.game.cars import EmbeddedCars, as_names, check_actions, make_cars
-from racer.game.checks import excerpt
+from racer.game.bridge import BridgeError, GameRefusal, retry_pause_s
+from racer.game.cars import check_actions, make_cars
+from racer.game.checks import UserError, excerpt
 from racer.game.config import load_config
-from racer.game.episodes import Episodes, StuckDetector, add_tick, with_masks
-from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
+from racer.game.episodes import Episodes, Fleet, add_tick, with_masks
+from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE, obs_moments  # noqa: F401  trainers take them from here
 from racer.game.random_numbers import fleet_seeds
-from racer.game.rewards import REWARD_TERMS, add_reward_terms
+from racer.game.rewards import REWARD_TERMS
 from racer.game.rules import ACTION_HIGH, ACTION_LOW, RESET_INFO, STEP_INFO, TICKS_PER_SECOND
 from racer.game.tracks import TRACKS, load_track
 
@@ -105,7 +105,7 @@ class RacerEnv(gym.Env):
 
     track_id     "track-01" to "track-03", "random-1" and so on, or the path of a JSON file {"name", "control_points": [[x, y,
                  half_width], ...]}
-    config_path  reward weights and limits in the game's schema; default ai-config.json
+    config_path  reward weights and limits in the game's schema, as a JSON file or a dict; default ai-config.json
     bridge_url   drive in the real game behind this URL, e.g. "ws://localhost:9876"; default: the embedded engine
     start        "grid" or "anywhere"
     stuck_ticks  truncate an episode after this many ticks without progress; 0: never
@@ -117,24 +117,24 @@ class RacerEnv(gym.Env):
     def __init__(
         self,
         track_id: str = "track-01",
-        config_path: str | Path | None = None,
+        config_path: str | Path | dict | None = None,
         bridge_url: str | None = None,
         start: str = "grid",
         render_mode: str | None = None,
         stuck_ticks: int = 0,
     ):
-        _check_render_mode(render_mode, track_id, bridge_url)
+        _check_render_mode(render_mode, bridge_url)
         self.observation_space, self.action_space = make_spaces()
         self.render_mode = render_mode
+        if bridge_url is not None:
+            self.metadata = {**self.metadata, "render_modes": []}
         self._state = "new"  # -> "running" <-> "ended", -> "closed"
         for argument, value in (("track_id", track_id), ("bridge_url", bridge_url)):
             if isinstance(value, (list, tuple)):
                 found = f"{argument} is a list: {excerpt(value)}"
-                raise ValueError(f"{found}; one car takes one, RacerVectorEnv takes several")
+                raise UserError(f"{found}; one car takes one, RacerVectorEnv takes several")
         self.config = load_config(config_path)
-        self._stuck = StuckDetector(1, stuck_ticks)
-        self._cars = make_cars(1, track_id, self.config, bridge_url, start)
-        self._camera = _make_camera(self._cars, self.config) if render_mode else None
+        self._fleet = Fleet(make_cars(1, track_id, self.config, bridge_url, start), 1, stuck_ticks, bool(render_mode))
         # What gym.make would record, so that Gymnasium's tools can make another environment like this one.
         self.spec = copy.deepcopy(gym.spec(ENV_ID))
         arguments = {"track_id": track_id, "config_path": config_path, "bridge_url": bridge_url, "start": start}
@@ -145,61 +145,58 @@ class RacerEnv(gym.Env):
         super().reset(seed=seed)
         seeds = [self.np_random_seed] if seed is not None or self._state == "new" else None
         self._state = "new"
-        observations, info = self._cars.reset(np.array([0]), seeds)
-        self._stuck.on_reset([0], observations)
+        observations, info = self._fleet.reset(np.array([0]), seeds)
         self._state = "running"
-        if self._camera:
-            self._camera.reset(np.array([0]))
         return observations[0], {key: int(value[0]) for key, value in info.items()}
 
     def step(self, action):
         _check_open(self._state)
         if self._state != "running":
             what = "the episode has ended" if self._state == "ended" else "the car is not on the track yet"
-            raise ValueError(f"step called, but {what}: call reset() first")
+            raise UserError(f"step called, but {what}: call reset() first")
         actions = check_actions(action, (3,))[None]
-        [(observations, rewards, terminated, truncated, info)] = self._cars.step(actions)
-        rewards = add_reward_terms(observations, actions, rewards, info)
-        truncated = truncated | self._stuck.update(observations)
+        [(observations, rewards, terminated, truncated, stuck, info)] = self._fleet.ticks(actions)
+        truncated = truncated | stuck
         if terminated[0] or truncated[0]:
             self._state = "ended"
-        if self._camera:
-            self._camera.follow(actions, [0])
         info = {key: STEP_INFO.get(key, float)(info[key][0]) for key in (*STEP_INFO, *REWARD_TERMS)}
         return observations[0], float(rewards[0]), bool(terminated[0]), bool(truncated[0]), info
 
     def render(self):
-        if self._camera is None:
-            gym.logger.warn('nothing to render: make the environment with render_mode="rgb_array"')
-            return None
-        return self._camera.picture(0)
+        return _render(self._fleet.recorder, 0)
 
     def close(self) -> None:
         self._state = "closed"
-        if hasattr(self, "_cars"):
-            self._cars.close()
+        if hasattr(self, "_fleet"):
+            self._fleet.cars.close()
 
 
-def _check_render_mode(render_mode, track_id, bridge_url) -> None:
+def _check_render_mode(render_mode, bridge_url) -> None:
     modes = RacerEnv.metadata["render_modes"]
     if render_mode is not None and render_mode not in modes:
-        raise ValueError(f"unknown render_mode {render_mode!r}. Available: {', '.join(modes)}")
-    if render_mode is None or bridge_url is None:
-        return
-    if not set(as_names(track_id, "track_id", "")) <= set(TRACKS):
-        known = ", ".join(TRACKS)
-        raise ValueError(f"render_mode with a bridge works on the tracks known here ({known}), not on {track_id!r}")
+        raise UserError(f"unknown render_mode {render_mode!r}. Available: {', '.join(modes)}")
+    if render_mode is not None and bridge_url is not None:
+        raise UserError("render_mode needs the embedded engine, since the real game does not say where its cars are")
 
 
-def _make_camera(cars, config: dict):
-    from racer.view.pictures import make_camera  # needs Pillow, which driving does not
+def _render(recorder, car: int) -> np.ndarray | None:
+    if recorder is None:
+        gym.logger.warn('nothing to render: make the environment with render_mode="rgb_array"')
+        return None
+    from racer.view.pictures import car_picture  # needs Pillow, which driving does not
 
-    return make_camera(cars, config)
+    return car_picture(recorder.sim.world.tracks[recorder.sim.track[car]], recorder.running[car])
 
 
 def _check_open(state: str) -> None:
     if state == "closed":
-        raise ValueError("this environment is closed; make a new one")
+        raise UserError("this environment is closed; make a new one")
+
+
+def _check_running(state: str) -> None:
+    _check_open(state)
+    if state != "running":
+        raise UserError("the cars are not on the track yet: call reset() first")
 
 
 class RacerVectorEnv(gym.vector.VectorEnv):
@@ -248,7 +245,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self,
         num_envs: int = 64,
         track_id: str | Sequence[str] = "track-01",
-        config_path: str | Path | None = None,
+        config_path: str | Path | dict | None = None,
         bridge_url: str | Sequence[str] | None = None,
         start: str = "grid",
         render_mode: str | None = None,
@@ -261,8 +258,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         gamma: float = 1.0,
     ):
         if not isinstance(action_repeat, (int, np.integer)) or action_repeat < 1:
-            raise ValueError(f"action_repeat is {action_repeat!r}; it must be a number of ticks, 1 or more")
-        _check_render_mode(render_mode, track_id, bridge_url)
+            raise UserError(f"action_repeat is {action_repeat!r}; it must be a number of ticks, 1 or more")
+        _check_render_mode(render_mode, bridge_url)
         self.render_mode, self.from_grid = render_mode, start == "grid"
         self.retries, self.bridge_faults, self._failures_in_a_row = retries, 0, 0
         self.first_car, self._state, self.action_repeat, self.gamma = first_car, "new", action_repeat, gamma
@@ -270,51 +267,59 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         scaled = copy.deepcopy(self.config)
         scaled["weights"]["offTrackPenalty"] *= off_road_penalty_scale
         self._make_cars = functools.partial(make_cars, num_envs, track_id, scaled, bridge_url, start, first_car)
-        self._cars = self._make_cars()
         self.num_envs = int(num_envs)
-        self._episodes = Episodes(self.num_envs, self.config["episode"]["maxSteps"], stagger, stuck_ticks)
+        self._fleet = Fleet(self._make_cars(), self.num_envs, stuck_ticks, bool(render_mode))
+        self._episodes = Episodes(self.num_envs, self.config["episode"]["maxSteps"], stagger)
         self.single_observation_space, self.single_action_space = make_spaces()
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, self.num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, self.num_envs)
-        self._camera = _make_camera(self._cars, scaled) if render_mode else None
-        self._all_cars = np.ones(self.num_envs, bool)
+        self._all_cars, self._no_car = np.ones(self.num_envs, bool), np.zeros(self.num_envs, bool)
+        # What the reward of a step's n-th tick counts, and what comes after n ticks.
+        self._discounts = np.cumprod([1.0, *[gamma] * action_repeat])
 
     @property
     def observations(self) -> np.ndarray:
         """The current observations (N, 14), also after set_state."""
+        _check_running(self._state)
         return self._observations.copy()
 
     @property
     def track_ids(self) -> list[str]:
         """Of every car."""
-        return list(self._cars.track_ids)
+        return list(self._fleet.cars.track_ids)
+
+    @property
+    def _sim(self):
+        """The embedded engine, or None on a bridge."""
+        return getattr(self._fleet.cars, "sim", None)
 
     @property
     def track_lengths(self) -> np.ndarray:
         """Of every car's track (N,), in units. 1 for a track that only the real game knows."""
-        embedded = isinstance(self._cars, EmbeddedCars)
-        return np.array([load_track(t).length if embedded or t in TRACKS else 1.0 for t in self._cars.track_ids])
+        lengths = {t: load_track(t).length if self._sim or t in TRACKS else 1.0 for t in set(self.track_ids)}
+        return np.array([lengths[t] for t in self.track_ids])
 
     # -- state in, state out: what an exact resume needs -----------------------------------------------------------------
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Everything the next step depends on, as plain arrays. Empty on a bridge: the game does not expose its state."""
-        if not isinstance(self._cars, EmbeddedCars):
+        if self._sim is None:
             return {}
-        return {**self._cars.sim.get_state(), **self._episodes.get_state()}
+        return {**self._sim.get_state(), **self._episodes.get_state(), **self._fleet.stuck.get_state()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
         """Continue from get_state(), bit-exact."""
         _check_open(self._state)
-        if not isinstance(self._cars, EmbeddedCars):
-            raise ValueError("the state of the real game cannot be set; only that of the embedded engine can")
+        if self._sim is None:
+            raise UserError("the state of the real game cannot be set; only that of the embedded engine can")
         self._episodes.check_state(state)
-        self._cars.sim.set_state(state)
+        self._sim.set_state(state)
         self._episodes.set_state(state)
+        self._fleet.stuck.set_state(state)
         self._state = "running"
-        self._observations = self._cars.sim.observe().astype(np.float32)
-        if self._camera:
-            self._camera.reset(np.arange(self.num_envs))
+        self._observations = self._sim.observe().astype(np.float32)
+        if self._fleet.recorder:
+            self._fleet.recorder.begin(range(self.num_envs))
 
     # -- the Gymnasium interface ---------------------------------------------------------------------------------------
 
@@ -325,7 +330,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         super().reset(seed=seed if isinstance(seed, int) else None)
         self._state = "new"
         try:
-            self._observations, self._progress = self._cars.reset(everyone, seeds)
+            self._observations, self._progress = self._fleet.cars.reset(everyone, seeds)
         except BridgeError as error:
             self._observations, self._progress = self._reconnect(error)
         self._state = "running"
@@ -334,9 +339,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         return self._observations.copy(), with_masks(self._progress, self._all_cars)
 
     def step(self, actions):
-        _check_open(self._state)
-        if self._state != "running":
-            raise ValueError("step called, but the cars are not on the track yet: call reset() first")
+        _check_running(self._state)
         actions = check_actions(actions, (self.num_envs, 3))
         first = None  # observations and info of the episodes that begin in this step
         try:
@@ -348,7 +351,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             self._failures_in_a_row = 0
         if done.any() and first is None:
             try:
-                first = self._cars.reset(np.flatnonzero(done))
+                first = self._fleet.cars.reset(np.flatnonzero(done))
             except BridgeError as error:
                 first = self._reconnect(error)
                 done, cut = self._all_cars, cut | ~done
@@ -366,31 +369,35 @@ class RacerVectorEnv(gym.vector.VectorEnv):
 
         -> observations, rewards, terminated, done, cut, info. Of a car that is done, the observation is the last of its episode.
         """
-        running, nobody = self._all_cars, ~self._all_cars
-        rewards, discount, terminated, cut, info = np.zeros(self.num_envs), np.ones(self.num_envs), nobody, nobody, {}
-        last_observations = np.zeros((self.num_envs, OBS_SIZE), np.float32)
-        began, observing = self._episodes.lengths.copy(), self._episodes.stuck.limit > 0 or bool(REWARD_TERMS)
-        for seen, reward, dead, timed_out, now in self._cars.step(actions, self.action_repeat, observing):
-            reward = add_reward_terms(seen, actions, reward, now)
-            rewards += running * discount * reward
-            discount = np.where(running, discount * self.gamma, discount)
-            info = add_tick(info, now, running)
-            if self._camera:
-                self._camera.follow(actions, np.flatnonzero(running))
-            now_cut, stuck = self._episodes.tick(reward, running, seen)
-            ends = (running & (dead | timed_out)) | now_cut | stuck
+        running, terminated, cut = self._all_cars, self._no_car.copy(), self._no_car
+        ticks, info, last_observations = np.ones(self.num_envs, np.int64), None, None
+        for number, tick in enumerate(self._fleet.ticks(actions, self.action_repeat)):
+            seen, reward, dead, timed_out, stuck, now = tick
+            if info is None:
+                rewards, info = reward, now
+            else:
+                rewards = rewards + running * self._discounts[number] * reward
+                ticks += running
+                info = add_tick(info, now, running)
+            now_cut = self._episodes.tick(reward, running)
+            ends = (dead | timed_out | stuck | now_cut) & running
             if ends.any():
                 terminated, cut = terminated | (ends & dead), cut | now_cut
-                last_observations[ends] = self._cars.observe(np.flatnonzero(ends)) if seen is None else seen[ends]
+                if last_observations is None:
+                    last_observations = np.zeros((self.num_envs, OBS_SIZE), np.float32)
+                last_observations[ends] = self._fleet.cars.observe(np.flatnonzero(ends)) if seen is None else seen[ends]
                 running = running & ~ends
-        info |= {"ticks": self._episodes.lengths - began, "discount": discount * ~terminated}
+        info |= {"ticks": ticks, "discount": self._discounts[ticks]}
+        if last_observations is None:
+            return seen, rewards, terminated, ~running, cut, info
+        info["discount"][terminated] = 0.0
         return np.where(running[:, None], seen, last_observations), rewards, terminated, ~running, cut, info
 
     def _stand_still(self):
         """A step in which nothing happens and all episodes end, as from `_hold`."""
         info = {key: np.zeros(self.num_envs, STEP_INFO.get(key, float)) for key in (*STEP_INFO, *REWARD_TERMS)}
         info |= {**self._progress, "ticks": np.zeros(self.num_envs, np.int64), "discount": np.ones(self.num_envs)}
-        return self._observations, np.zeros(self.num_envs), ~self._all_cars, self._all_cars, self._all_cars, info
+        return self._observations, np.zeros(self.num_envs), self._no_car.copy(), self._all_cars, self._all_cars, info
 
     def _reconnect(self, error: BridgeError):
         """New connections, and new episodes on all of them. -> observations, info. Raises the error if no retry is left.
@@ -399,16 +406,16 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         """
         self.bridge_faults += 1
         self._episodes.stagger_again()
-        while self._failures_in_a_row < self.retries:
+        while self._failures_in_a_row < self.retries and not isinstance(error, GameRefusal):
             until = time.monotonic() + retry_pause_s(self._failures_in_a_row)
             self._failures_in_a_row += 1
             logger.warning(f"{error}\nReconnecting (attempt {self._failures_in_a_row} of {self.retries})")
             while self.retries and time.monotonic() < until:
                 time.sleep(0.05)
             try:
-                self._cars.close()
-                self._cars = self._make_cars()
-                return self._cars.reset(np.arange(self.num_envs))
+                self._fleet.cars.close()
+                self._fleet.cars = self._make_cars()
+                return self._fleet.cars.reset(np.arange(self.num_envs))
             except BridgeError as again:
                 error = again
         raise error
@@ -424,29 +431,29 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         return observations
 
     def _begin_episodes(self, cars, observations) -> None:
-        self._episodes.begin(cars, observations)
-        if self._camera:
-            self._camera.reset(cars)
+        self._fleet.begin(cars, observations, self._episodes.lengths[cars])
+        self._episodes.begin(cars)
 
     def render(self):
-        if self._camera is None:
-            gym.logger.warn('nothing to render: make the environment with render_mode="rgb_array"')
-            return None
-        return tuple(self._camera.picture(i) for i in range(self.num_envs))
+        recorder = self._fleet.recorder
+        if recorder is None:
+            return _render(recorder, 0)
+        return tuple(_render(recorder, i) for i in range(self.num_envs))
 
     def trajectory(self, car: int, last_episode: bool = False) -> np.ndarray:
-        """A car's way through this episode, or through the last one (ticks + 1, 7): see Camera. Needs a render_mode."""
-        return np.array((self._camera.last_episode if last_episode else self._camera.places)[car])
+        """Where a car was in this episode, or in the last one (ticks + 1, 7): PLACE in episodes.py. Needs a render_mode."""
+        recorder = self._fleet.recorder
+        return np.array((recorder.last if last_episode else recorder.running)[car])
 
     @property
     def off_road(self) -> np.ndarray:
         """Which cars were off the road after the last tick (N,), also where it ended an episode."""
-        return self._cars.off_road
+        return self._fleet.cars.off_road
 
     def close_extras(self, **_) -> None:
         self._state = "closed"
-        if hasattr(self, "_cars"):
-            self._cars.close()
+        if hasattr(self, "_fleet"):
+            self._fleet.cars.close()
 
 
 gym.register(id=ENV_ID, entry_point="racer_env:RacerEnv", vector_entry_point="racer_env:RacerVectorEnv")

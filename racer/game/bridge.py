@@ -44,13 +44,17 @@ class BridgeError(RuntimeError):
     """The bridge failed: no connection, a lost one, or a reply that is not what the protocol says."""
 
 
-def retry_pause_s(failures: int) -> float:
-    """How long to wait before the next attempt to reconnect, after this many failures in a row."""
-    return min(2.0**failures, LONGEST_PAUSE_S)
-
-
 class BridgeUrlError(BridgeError, ValueError):
     """A malformed bridge URL."""
+
+
+class GameRefusal(BridgeError):
+    """The game answered with an error, for example because it does not have the track. Asking again would change nothing."""
+
+
+def retry_pause_s(failures: int) -> float:
+    """How long to wait before the next attempt to reconnect, after this many failures in a row."""
+    return min(2.0 ** min(failures, 100), LONGEST_PAUSE_S)
 
 
 # == One connection ==================================================================================================
@@ -124,14 +128,14 @@ class BridgeConnection:
 
     # -- the wire ------------------------------------------------------------------------------------------------------
 
-    def _fail(self, problem: str, shown: bool = False) -> BridgeError:
+    def _fail(self, problem: str, shown: bool = False, kind: type[BridgeError] = BridgeError) -> BridgeError:
         """Close the connection and say what happened; nothing that arrives later could be matched to a request.
 
         shown: show the reply's beginning.
         """
         self.close()
         reply = f": {excerpt(self._data.decode(errors='replace'))}" if shown else ""
-        return BridgeError(f"bridge connection {self.number} ({self.url}), after {self.steps} steps: {problem}{reply}")
+        return kind(f"bridge connection {self.number} ({self.url}), after {self.steps} steps: {problem}{reply}")
 
     def _send(self, message: dict) -> None:
         if self.websocket is None:
@@ -175,7 +179,8 @@ class BridgeConnection:
         if not isinstance(reply, dict):
             raise self._fail("the reply is not a JSON object", shown=True)
         if reply.get("type") == "error":
-            raise self._fail(f"the game answered with an error: {excerpt(str(reply.get('message')), 300)}")
+            answer = f"the game answered with an error: {excerpt(str(reply.get('message')), 300)}"
+            raise self._fail(answer, kind=GameRefusal)
         if reply.get("type") != expected:
             what = f"the reply's type is {excerpt(reply.get('type'))!r}, expected {expected!r}"
             raise self._fail(what, shown=True)
@@ -240,6 +245,8 @@ class BridgeConnection:
         with contextlib.suppress(OSError, websocket.WebSocketException, ValueError):
             connection.sock.settimeout(0.2)
             connection.send_close()
+        with contextlib.suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for a reply
         connection.shutdown()
 
 

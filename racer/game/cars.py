@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from racer.game.bridge import BridgeCars
-from racer.game.checks import excerpt
+from racer.game.checks import UserError, excerpt
 from racer.game.rules import ACTION_NAMES, RESET_INFO, STARTS
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS
@@ -57,7 +57,8 @@ class EmbeddedCars:
             self.off_road = sim.centre_distance > sim.half_width
             # Copies, so that callers cannot change the cars.
             info = sim.parts | {key: getattr(sim, name).copy() for key, name in ENGINE_NAMES.items()}
-            info["lapTicks"] = np.where(sim.lap > lap, sim.lap_ticks, 0)
+            same = sim.lap is lap  # a new array whenever a lap ends
+            info["lapTicks"] = np.zeros_like(lap) if same else np.where(sim.lap > lap, sim.lap_ticks, 0)
             observations = None if observations is None else observations.astype(np.float32)
             yield observations, rewards, terminated, truncated, info
 
@@ -72,26 +73,25 @@ def as_names(value, argument: str, hint: str) -> list[str]:
     """One name or a list of names -> a list of names."""
     names = [value] if isinstance(value, (str, Path)) else value
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(name, (str, Path)) for name in names):
-        raise ValueError(f"{argument} is {excerpt(value)}; it must be a string, or a list of at least one. {hint}")
+        raise UserError(f"{argument} is {excerpt(value)}; it must be a string, or a list of at least one. {hint}")
     return [str(name) for name in names]
 
 
 def make_cars(num_cars: int, track_id, config: dict, bridge_url, start: str, first_car: int = 0):
     """N cars on the embedded engine, or in the real game if bridge URLs are given. Checks everything that the user gave."""
     if isinstance(num_cars, bool) or not isinstance(num_cars, (int, np.integer)) or num_cars < 1:
-        raise ValueError(f"num_envs is {num_cars!r}; it must be a whole number, 1 or more")
+        raise UserError(f"num_envs is {num_cars!r}; it must be a whole number, 1 or more")
     if start not in STARTS:
-        raise ValueError(f"unknown start {start!r}. Available: {', '.join(STARTS)}")
+        raise UserError(f"unknown start {start!r}. Available: {', '.join(STARTS)}")
     track_ids = as_names(track_id, "track_id", f"Available: {', '.join(TRACKS)}")
     if bridge_url is None:
         return EmbeddedCars(int(num_cars), track_ids, config, start, first_car)
     urls = as_names(bridge_url, "bridge_url", "Leave it out to drive on the embedded engine")
     if start != "grid":
-        raise ValueError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
+        raise UserError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
     for track in track_ids:
-        if track.lower().endswith(".json"):
-            own = f"its own tracks, e.g. {', '.join(TRACKS)}"
-            raise ValueError(f"track {track!r} is a file, but the real game has only {own}")
+        if track.lower().endswith(".json") or track.startswith("random-"):
+            raise UserError(f"track {track!r} exists only here; in the real game --track-id is one of {', '.join(TRACKS)}")
     return BridgeCars(int(num_cars), track_ids, config, urls, first_car)
 
 
@@ -100,16 +100,16 @@ def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
     try:
         array = np.asarray(actions)
     except ValueError as error:
-        raise ValueError(f"action is ragged: {excerpt(actions)}; it must have shape {shape}") from error
+        raise UserError(f"action is ragged: {excerpt(actions)}; it must have shape {shape}") from error
     if array.dtype.kind not in "fiu":
         found = f"action has dtype {array.dtype}: {excerpt(actions)}"
-        raise ValueError(f"{found}; it must be numbers {list(ACTION_NAMES)}")
+        raise UserError(f"{found}; it must be numbers {list(ACTION_NAMES)}")
     if array.shape != shape:
         wanted = f"{shape}: {list(ACTION_NAMES)}" + (" per car" * (len(shape) > 1))
-        raise ValueError(f"action has shape {array.shape}; it must have shape {wanted}")
+        raise UserError(f"action has shape {array.shape}; it must have shape {wanted}")
     array = array.astype(np.float64)
     if not np.isfinite(array).all():
         where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
         name = f"action of car {where[0]}: " if len(where) > 1 else "action: "
-        raise ValueError(f"{name}{ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only")
+        raise UserError(f"{name}{ACTION_NAMES[where[-1]]} is {array[where]}; the game takes finite numbers only")
     return array

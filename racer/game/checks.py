@@ -8,6 +8,10 @@ from pathlib import Path
 import numpy as np
 
 
+class UserError(ValueError):
+    """Something that a user gave cannot work. Commands show it as one line; any other error is a defect, with its traceback."""
+
+
 def is_finite(value) -> bool:
     """Whether this is a number that a float can hold. (Not True or False, and not an integer of 400 digits.)"""
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and abs(value) < 1.79e308
@@ -20,10 +24,10 @@ def excerpt(value, length: int = 80) -> str:
 
 
 def read_json(path: Path, what: str):
-    """The contents of a user's JSON file. ValueError that names it if it cannot be read."""
+    """The contents of a user's JSON file. UserError that names it if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))  # Windows' Notepad begins a file with a byte order mark
     except OSError as error:
-        raise ValueError(f"{what} {path} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{what} {path} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} {path} is not JSON: {error}") from error
+        raise UserError(f"{what} {path} is not JSON: {error}") from error

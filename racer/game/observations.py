@@ -6,11 +6,13 @@ so a driver with more of them cannot drive there.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from racer.game.checks import UserError
 from racer.game.rules import CENTRELINE_RANGE, MAX_SPEED, MAX_YAW_RATE, NUM_RAYS, RAY_RANGE
 
 
@@ -63,4 +65,7 @@ def observe(sim, subcell, cars) -> np.ndarray:
     np.multiply(rays.T, 1 / RAY_RANGE, out=observations[:, :NUM_RAYS])
     for column in range(NUM_RAYS, OBS_SIZE):
         observations[:, column] = OBSERVATIONS[column].value(sim, cars)
+    if not math.isfinite(observations.sum()):
+        _, column = np.argwhere(~np.isfinite(observations))[0]
+        raise UserError(f"observation {OBS_NAMES[column]!r} is NaN or infinite; see its row in racer/game/observations.py")
     return observations

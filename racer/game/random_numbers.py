@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from racer.game.checks import excerpt
+from racer.game.checks import UserError, excerpt
 
 STEP = 0x9E3779B97F4A7C15  # between two states of a stream
 
@@ -44,6 +44,6 @@ def fleet_seeds(seed, num_cars: int, first_car: int = 0, first_reset: bool = Fal
         return car_seeds(seed, first_car + np.arange(num_cars))
     fits = isinstance(seed, Sequence) and len(seed) == num_cars
     if not fits or any(s is not None and (not isinstance(s, int) or s < 0) for s in seed):
-        raise ValueError(f"seed is {excerpt(seed)}; it must be 0 or more, or a list of {num_cars}, None for any")
+        raise UserError(f"seed is {excerpt(seed)}; it must be 0 or more, or a list of {num_cars}, None for any")
     fresh = np.random.SeedSequence().generate_state(num_cars) if first_reset else [None] * num_cars
     return [other if s is None else s for s, other in zip(seed, fresh, strict=True)]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from racer.game.checks import UserError
 from racer.game.rules import ACTION_HIGH, ACTION_LOW, STEP_INFO
 
 REWARD_TERMS: dict[str, Callable[[np.ndarray, np.ndarray, dict], np.ndarray]] = {}
@@ -27,10 +28,22 @@ def add_reward_terms(observations, actions, rewards, info: dict) -> np.ndarray:
     """The game's rewards (N,) plus all REWARD_TERMS, whose values are put into `info`."""
     if REWARD_TERMS:
         if taken := sorted(set(REWARD_TERMS) & set(STEP_INFO)):
-            raise ValueError(f"REWARD_TERMS has {taken[0]!r}, which info already holds; choose another name")
+            raise UserError(f"REWARD_TERMS has {taken[0]!r}, which info already holds; choose another name")
         actions = np.clip(actions, ACTION_LOW, ACTION_HIGH)
         terms = {name: term(observations, actions, info) for name, term in REWARD_TERMS.items()}
         for name, values in terms.items():
-            info[name] = np.array(np.broadcast_to(values, rewards.shape), float)
+            info[name] = check_term(name, values, len(rewards))
             rewards = rewards + info[name]
     return rewards
+
+
+def check_term(name: str, values, num_cars: int) -> np.ndarray:
+    """What a reward term returned as an array (N,), or an error that names the term."""
+    if np.shape(values) not in ((), (num_cars,)):
+        wanted = f"it must return one number per car, shape ({num_cars},)"
+        raise UserError(f"reward term {name!r} returned an array of shape {np.shape(values)}; {wanted}")
+    values = np.array(np.broadcast_to(values, num_cars), float)
+    if not np.isfinite(values).all():
+        car = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise UserError(f"reward term {name!r} returned {values[car]} for car {car}; rewards must be finite")
+    return values

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from racer.game.checks import UserError
 from racer.game.observations import observe
 from racer.game.random_numbers import first_state, uniform
 from racer.game.rules import (
@@ -66,11 +67,11 @@ class RacerSim:
         first_car: int = 0,
     ):
         if num_cars < 1:
-            raise ValueError(f"num_cars is {num_cars}; a simulation needs at least 1 car")
+            raise UserError(f"num_cars is {num_cars}; a simulation needs at least 1 car")
         if start not in STARTS:
-            raise ValueError(f"unknown start {start!r}. Available: {', '.join(STARTS)}")
+            raise UserError(f"unknown start {start!r}. Available: {', '.join(STARTS)}")
         if isinstance(tracks, str) or not tracks:
-            raise ValueError(f"tracks must be a non-empty list of track names, got {tracks!r}")
+            raise UserError(f"tracks must be a non-empty list of track names, got {tracks!r}")
         self.num_cars, self.start = num_cars, start
         self.config = DEFAULT_CONFIG if config is None else config
         self.world = world_of(tuple(load_track(track) for track in tracks))
@@ -96,14 +97,14 @@ class RacerSim:
     def set_state(self, state: dict[str, np.ndarray]) -> None:
         missing = sorted(set(self.STATE) - set(state))
         if missing:
-            raise ValueError(f"this simulation state has no {', '.join(missing)}; another version saved it")
+            raise UserError(f"this simulation state has no {', '.join(missing)}; another version saved it")
         for name in self.STATE:
             value, own = np.asarray(state[name]), getattr(self, name)
             if value.shape != own.shape or value.dtype != own.dtype:
                 found = f"{name!r} is {value.dtype} {value.shape}, this simulation has {own.dtype} {own.shape}"
-                raise ValueError(f"simulation state {found}; put it into one with the same number of cars")
+                raise UserError(f"simulation state {found}; put it into one with the same number of cars")
         if not all(np.array_equal(state[name], getattr(self, name)) for name in ("track", "track_mark")):
-            raise ValueError("simulation state is of other tracks than this simulation drives on")
+            raise UserError("simulation state is of other tracks than this simulation drives on")
         for name in self.STATE:
             setattr(self, name, np.array(state[name]))
 

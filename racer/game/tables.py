@@ -73,9 +73,7 @@ class Tables:
         lines = [np.pad(line, ((OVERLAP, OVERLAP + 1), (0, 0)), mode="wrap") for line in (track.outer, track.inner)]
         self.vertex = np.concatenate([*lines, np.zeros((2, 2))])
         n = len(track.outer)
-        self.real = (
-            np.arange(2)[:, None] * len(lines[0]) + OVERLAP + np.arange(n)
-        ).ravel()  # (S,) one index per segment
+        self.real = (np.arange(2)[:, None] * len(lines[0]) + OVERLAP + np.arange(n)).ravel()  # (S,) one index per segment
         self.following = np.concatenate([np.roll(np.arange(n), -1), n + np.roll(np.arange(n), -1)])
         self.edge = edge = np.diff(self.vertex, axis=0)
         self.nothing = len(edge) - 1

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from racer.game.checks import is_finite
+from racer.game.checks import UserError, is_finite
 from racer.game.rules import CHORDS, GATES, MIN_OFFSET, RUNOFF_WIDTH, WALL_TOUCH
 
 MIN_CONTROL_POINTS, MAX_CONTROL_POINTS = 4, 500
+MAX_HALF_WIDTH = 200.0  # units
 MAX_EXTENT = 5_000.0  # units from the origin; the lookup tables of a larger track would take minutes and gigabytes
 
 
@@ -80,6 +81,26 @@ class Track:
         """Half the road's width: linear in arc length between the control points."""
         widths = np.append(self.control_points[:, 2], self.control_points[0, 2])
         return np.interp(np.mod(s, self.length), self.arc[::CHORDS], widths)
+
+    def project(self, points):
+        """The nearest points of the centreline to points (n, 2): arc lengths in [0, L) and distances (n,).
+
+        For a lap or a few places. (Cars in motion ask `World.project`, which is fast.)
+        """
+        count, around = math.ceil(self.length / 2), len(self.control_points)
+        samples_u = self.parameter(np.arange(count) * self.length / count)
+        samples = self.spline(samples_u)
+        nearest = np.array([int(squared_distances(p[None], samples).argmin()) for p in points])
+        low, high = samples_u[nearest - 1], samples_u[(nearest + 1) % count]
+        low, high = np.where(nearest == 0, low - around, low), np.where(nearest == count - 1, high + around, high)
+        for _ in range(48):  # bisection: the centreline leads toward the point before the nearest place, and away after it
+            middle = (low + high) / 2
+            place, along, _ = self.spline_with_derivatives(np.mod(middle, around))
+            before = ((place - points) * along).sum(1) < 0
+            low, high = np.where(before, middle, low), np.where(before, high, middle)
+        u = np.mod(low, around)
+        s = np.interp(u * CHORDS, np.arange(len(self.arc)), self.arc)
+        return np.where(self.length - s < 1e-9, 0.0, s), np.hypot(*(self.spline(u) - points).T)
 
     def road(self, s):
         """The centreline (n, 2), its normals to the left (n, 2), and how far the road reaches to the left and to the right (n,)."""
@@ -150,29 +171,40 @@ class Track:
         turned = np.mod(np.diff(angle, append=angle[0]) + math.pi, 2 * math.pi) - math.pi
         laps = round(abs(float(turned.sum())) / (2 * math.pi))
         if laps > 1:
-            raise ValueError(f"track {self.name!r}: the control points run around {laps} times; list each point once")
-        s = np.arange(math.ceil(self.length / 4)) * 4.0
-        centre = self.position(s)
-        start, edge = wall_segments(self)
-        slices = (centre[i : i + 64] for i in range(0, len(centre), 64))  # 64 x some 500 distances at a time
-        clearance = np.sqrt(np.concatenate([squared_to_segments(p, start, edge).min(1) for p in slices]))
+            raise UserError(f"track {self.name!r}: the control points run around {laps} times; list each point once")
+        centre, clearance = self._clearance()
         worst = int(clearance.argmin())
         if not clearance[worst] > WALL_TOUCH:
-            found = (
-                f"a wall comes within {clearance[worst]:.2f} units of the centreline at {_show(centre[worst].round())}"
-            )
+            found = f"a wall comes within {clearance[worst]:.2f} units of the centreline at {_show(centre[worst].round())}"
             self._refuse("the walls leave no road", centre[worst], f"{found}, a car needs more than {WALL_TOUCH:g}")
+        start, edge = wall_segments(self)
         crossing = np.flatnonzero(crossing_segments(start, edge))
         if len(crossing):
             place = start[crossing[0]]
             self._refuse("the walls cross", place, f"two wall segments cross at {_show(place.round())}")
 
+    def _clearance(self):
+        """Points of the centreline 4 units apart (n, 2), and their distance to the nearest wall (n,)."""
+        centre = self.position(np.arange(math.ceil(self.length / 4)) * 4.0)
+        slices = (centre[i : i + 64] for i in range(0, len(centre), 64))  # 64 x some 500 distances at a time
+        segments = wall_segments(self)
+        return centre, np.sqrt(np.concatenate([squared_to_segments(p, *segments).min(1) for p in slices]))
+
+    def check_width(self) -> None:
+        """Refuse a road that is much wider than the room between the walls. The engine can drive there, but nobody means that."""
+        centre, clearance = self._clearance()
+        _, _, left, right = self.road(np.arange(len(centre)) * 4.0)
+        worst = int((clearance / np.minimum(left, right)).argmin())
+        if clearance[worst] < 0.5 * min(left[worst], right[worst]):
+            found = f"a wall stands {clearance[worst]:.0f} units from the centreline at {_show(centre[worst].round())}"
+            self._refuse("a wall crosses the road", centre[worst], found)
+
     def _refuse(self, problem: str, place, found: str) -> None:
         point = int(np.hypot(*(self.control_points[:, :2] - place).T).argmin())
-        raise ValueError(
+        raise UserError(
             f"track {self.name!r}: {problem} near control point {point} {_show(self.control_points[point])}: {found}. "
             f"The turn is too tight, or two parts of the track are too close (walls stand {RUNOFF_WIDTH:g} units outside the "
-            "road): move the points apart or widen the turn."
+            "road): move the points apart, widen the turn, or make the road narrower."
         )
 
 
@@ -180,27 +212,29 @@ def check_control_points(name: str, control_points) -> np.ndarray:
     """Control points as a (C, 3) array, or a ValueError that says which point is wrong and why."""
     if not isinstance(control_points, (list, tuple, np.ndarray)):
         found = type(control_points).__name__
-        raise ValueError(f"track {name!r}: control_points must be a list of [x, y, half_width], got {found}")
+        raise UserError(f"track {name!r}: control_points must be a list of [x, y, half_width], got {found}")
     found = f"track {name!r}: {len(control_points)} control points"
     if len(control_points) < MIN_CONTROL_POINTS:
-        raise ValueError(f"{found}; a closed track needs at least {MIN_CONTROL_POINTS}")
+        raise UserError(f"{found}; a closed track needs at least {MIN_CONTROL_POINTS}")
     if len(control_points) > MAX_CONTROL_POINTS:
         limit = f"the engine takes {MAX_CONTROL_POINTS} at most"
-        raise ValueError(f"{found}; {limit}. The spline is smooth: take every other one")
+        raise UserError(f"{found}; {limit}. The spline is smooth: take every other one")
     for i, point in enumerate(control_points):
         label = f"track {name!r}: control point {i}"
         if not isinstance(point, (list, tuple, np.ndarray)) or len(point) != 3:
-            raise ValueError(f"{label} is {point!r}; each point is [x, y, half_width]")
+            raise UserError(f"{label} is {point!r}; each point is [x, y, half_width]")
         if not all(is_finite(v) for v in point):
-            raise ValueError(f"{label} {list(point)!r} has a value that is not a finite number")
+            raise UserError(f"{label} {list(point)!r} has a value that is not a finite number")
         label += f" {_show(point)}"
         if point[2] <= 0:
-            raise ValueError(f"{label} has half-width {point[2]:g}; it must be greater than 0")
-        if max(abs(point[0]), abs(point[1]), point[2]) > MAX_EXTENT:
-            raise ValueError(f"{label} lies outside +-{MAX_EXTENT:g} units, the largest track the engine takes")
+            raise UserError(f"{label} has half-width {point[2]:g}; it must be greater than 0")
+        if point[2] > MAX_HALF_WIDTH:
+            raise UserError(f"{label} has half-width {point[2]:g}; the engine takes {MAX_HALF_WIDTH:g} at most")
+        if max(abs(point[0]), abs(point[1])) > MAX_EXTENT:
+            raise UserError(f"{label} lies outside +-{MAX_EXTENT:g} units, the largest track the engine takes")
         other = (i + 1) % len(control_points)
         if tuple(point[:2]) == tuple(control_points[other][:2]):
-            raise ValueError(f"{label} is at the same place as point {other}; remove one (the loop closes by itself)")
+            raise UserError(f"{label} is at the same place as point {other}; remove one (the loop closes by itself)")
     return np.array(control_points, dtype=np.float64)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from racer.game.checks import read_json
+from racer.game.checks import UserError, read_json
 from racer.game.random_numbers import STEP, scramble
 from racer.game.rules import RUNOFF_WIDTH
 from racer.game.track import Track, check_control_points, squared_distances
@@ -35,43 +35,48 @@ TRACKS: dict[str, list[tuple[float, float, float]]] = {  # (x, y, half-width), c
         (-340, -160, 22)],
 }
 # fmt: on
+CACHED_TRACKS = 64  # of a process; a Track is small, and its tables (world.py) are cached in smaller numbers
 RANDOM_LENGTH, RANDOM_HALF_WIDTH = (1_100.0, 3_000.0), (11.0, 30.0)  # of random tracks: about those of the game
 
 
 def load_track(track_id: str) -> Track:
-    """A built-in or random track by name, or a track from a JSON file by path. Each is built once per process."""
+    """A built-in or random track by name, or a track from a JSON file by path. The same contents give the same object."""
     if track_id in TRACKS:
         return _cached_track(track_id, tuple(TRACKS[track_id]))
-    if number := re.fullmatch(r"random-(\d{1,15})", str(track_id)):
+    if number := re.fullmatch(r"random-(0|[1-9]\d{0,14})", str(track_id)):
         return random_track(int(number[1]))
     path, form = Path(track_id), '{"name": ..., "control_points": [[x, y, half_width], ...]}'
     if path.suffix.lower() != ".json":
         names = f"{', '.join(TRACKS)}, random-1, random-2 and so on"
-        raise ValueError(f"unknown track {track_id!r}. Available: {names}, or the path of a .json file {form}")
+        raise UserError(f"unknown track {track_id!r}. Available: {names}, or the path of a .json file {form}")
     data = read_json(path, "track file")
     if not isinstance(data, dict) or "control_points" not in data:
-        raise ValueError(f"track file {path} must be an object {form}")
+        raise UserError(f"track file {path} must be an object {form}")
     name = data.get("name", path.stem)
     if not isinstance(name, str) or not re.fullmatch(r"[\w][\w .-]*", name):  # files and tags are named after it
-        raise ValueError(
-            f"track file {path}: name is {name!r}; it must be a string of letters, digits, spaces and . _ -"
-        )
+        raise UserError(f"track file {path}: name is {name!r}; it must be a string of letters, digits, spaces and . _ -")
     points = check_control_points(name, data["control_points"])
-    return _cached_track(name, tuple(map(tuple, points.tolist())))
+    return _track_of_file(name, tuple(map(tuple, points.tolist())))
 
 
-@functools.cache
 def track_name(track_id: str) -> str:
     """What texts, tags and files call a track: the name in its JSON file, or the id itself."""
     return load_track(track_id).name if track_id.lower().endswith(".json") else track_id
 
 
-@functools.cache
+@functools.lru_cache(maxsize=CACHED_TRACKS)
 def _cached_track(name: str, control_points: tuple) -> Track:
     return Track(name, control_points)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=CACHED_TRACKS)
+def _track_of_file(name: str, control_points: tuple) -> Track:
+    track = Track(name, control_points)
+    track.check_width()
+    return track
+
+
+@functools.lru_cache(maxsize=CACHED_TRACKS)
 def random_track(number: int) -> Track:
     """Track random-N, the same on every machine: the first of a sequence of ever gentler loops that a car can drive."""
     # Fractional parts of multiples of a square root: lengths, widths and wildness are spread evenly over any range of numbers.
@@ -79,7 +84,7 @@ def random_track(number: int) -> Track:
     for attempt in itertools.count():
         points = _random_loop(number << 16 | attempt, size, wide, (0.3 + 0.7 * wild) * 0.97**attempt)
         if points is not None:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(UserError):
                 return Track(f"random-{number}", points)
 
 
@@ -119,9 +124,7 @@ def _random_loop(state: int, size: float, wide: float, wild: float) -> np.ndarra
     turn = np.abs(np.angle((edge @ [1, 1j]) / np.roll(edge @ [1, 1j], 1)))
     straightest = int((turn + np.roll(turn, 1) + np.roll(turn, -1)).argmin())
     points = np.roll(np.column_stack([points, np.clip(width, *RANDOM_HALF_WIDTH)]), -straightest, axis=0)
-    points = points[:: 1 if pick(0, 1) < 0.5 else -1].round(
-        1
-    )  # rounded, since machines differ in the last bit of a cosine
+    points = points[:: 1 if pick(0, 1) < 0.5 else -1].round(1)  # rounded, since machines differ in the last bit of a cosine
     # A quick test for crossing walls: two places that are close, but far apart along the road.
     walls = points[:, None, 2] + points[:, 2] + 2 * RUNOFF_WIDTH
     close = squared_distances(points, points) < walls**2

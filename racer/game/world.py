@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,18 +26,14 @@ LONGEST_STEP = 0.35  # units; a guess that needs a larger correction is not trus
 RAY_BLOCK = 1024  # cars whose rays are cast at a time, so that the arrays stay in the processor's cache
 RAY_COS, RAY_SIN = np.cos(RAY_ANGLES)[:, None], np.sin(RAY_ANGLES)[:, None]  # (R, 1)
 
-_tables: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-
+@functools.lru_cache(maxsize=3)  # 10 MB each
 def tables_of(track: Track) -> tuple[Tables, RayTables]:
-    """A track's tables, built when they are first asked for."""
-    if track not in _tables:
-        tables = Tables(track)
-        _tables[track] = tables, RayTables(tables)
-    return _tables[track]
+    tables = Tables(track)
+    return tables, RayTables(tables)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=3)  # 10 MB a track
 def world_of(tracks: tuple[Track, ...]) -> World:
     """A World is never modified once it is made, so environments on the same tracks share one."""
     return World(tracks)
@@ -105,9 +100,7 @@ class World:
         walls = [np.pad(t.walls, ((0, 0), (0, widest - t.walls.shape[1])), constant_values=t.nothing) for t in tables]
         self.walls = _joined(w + start for w, start in zip(walls, vertex_start, strict=True))
         wall_list_start = _offsets([len(t.walls) for t in tables])
-        self.wall_list = _joined(
-            t.wall_list + np.int32(start) for t, start in zip(tables, wall_list_start, strict=True)
-        )
+        self.wall_list = _joined(t.wall_list + np.int32(start) for t, start in zip(tables, wall_list_start, strict=True))
         return vertex_start
 
     def _join_rays(self, rays, vertex_start) -> None:
