@@ -25,7 +25,7 @@ def race_page(title: str, races: Sequence[Race]) -> str:
     """The page: a race per track."""
     data = {"title": title, "ticksPerSecond": TICKS_PER_SECOND, "maxSpeed": MAX_SPEED, "maxSide": CENTRELINE_RANGE}
     data |= {"sectors": SECTORS, "races": [race_data(race) for race in races]}
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # a name cannot end the script
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # a name cannot end the script
     return TEMPLATE.read_text(encoding="utf-8").replace("/* DATA */ null", text)
 
 
@@ -36,7 +36,8 @@ def race_data(race: Race) -> dict:
         columns = {name: rounded(lap.columns[name], digits) for name, digits in DIGITS.items()}
         columns |= {"progress": rounded(lap.progress, 6), "offRoad": lap.columns["off_road"].tolist()}
         about = {"name": lap.name, "note": lap.note, "complete": bool(lap.complete), "path": round(lap.path_length)}
-        drivers.append({**about, "offRoadShare": round(lap.off_road_share, 4), **columns})
+        about |= {"meanSpeed": round(lap.mean_speed, 1), "offRoadShare": round(lap.off_road_share, 4)}
+        drivers.append({**about, "colour": race.colour(lap), **columns})
     shape = {"name": track_name(race.track_id), "length": track.length, **outline(track)}
     return {"track": shape, "drivers": drivers, "reference": race.laps.index(race.reference), "losses": race.losses()}
 

@@ -4,8 +4,7 @@
     gif = draw_laps([lap], replay=True)                             # the same lap, driven again in real time
 
     1  Painter      one track: runoff, shoulder, road, walls, start line, cars
-    2  Camera       what render() shows: the cars of a simulation and their trails
-    3  laps         as a racing line, coloured by the time lost against another lap, or driven again as a replay
+    2  laps         as a racing line, coloured by the time lost against another lap, or driven again as a replay
 
 y points up, as in the game.
 """
@@ -21,12 +20,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from racer.game.cars import EmbeddedCars
 from racer.game.rules import MAX_SPEED, SHOULDER_WIDTH, TICKS_PER_SECOND
-from racer.game.sim import RacerSim
 from racer.game.track import Track
 from racer.game.tracks import load_track
-from racer.view.telemetry import PLACE, Lap
+from racer.view.telemetry import LapTrace, Race
 
 PICTURE_SIZE = 800  # pixels along the longer side of a track
 REPLAY_SIZE = 480
@@ -49,13 +46,12 @@ COLOURS = {
     "brake": (222, 74, 62),
 }
 # From slow to fast.
-SPEED_COLOURS = np.array(
-    [(68, 40, 130), (47, 108, 178), (31, 161, 135), (140, 205, 70), (253, 231, 37), (255, 130, 40)]
-)
-LOSS_COLOURS = np.array(
-    [(60, 140, 220), (150, 205, 240), (235, 235, 225), (253, 174, 97), (230, 70, 20)]
-)  # from gain to loss
-GHOST_COLOURS = ((190, 220, 255), (255, 190, 235), (170, 240, 200), (255, 225, 150), (215, 200, 255))
+SPEED_COLOURS = np.array([(68, 40, 130), (47, 108, 178), (31, 161, 135), (140, 205, 70), (253, 231, 37), (255, 130, 40)])
+# From gain to loss. No driver has one of these colours.
+LOSS_COLOURS = np.array([(60, 170, 90), (170, 225, 170), (235, 235, 225), (205, 170, 220), (170, 60, 190)])
+DRIVER_COLOURS = (  # by Race.colour, as in the page's dark theme
+    (74, 168, 232), (255, 138, 61), (154, 163, 173), (242, 243, 245), (165, 220, 255), (224, 195, 74),
+)  # fmt: skip
 SPEED_RANGE = (60.0, MAX_SPEED)  # units/s, from the first colour to the last
 GIF_FRAME_TICKS = 3  # 50 ms: a GIF counts in hundredths of a second
 GIF_MAX_SECONDS = 20
@@ -89,8 +85,7 @@ class Painter:
         centre, normal, left, right = track.road(s)
         for name, extra in (("shoulder", SHOULDER_WIDTH), ("edge", 1.5), ("road", 0.0)):
             a, b = (
-                self.to_pixels(centre + side * (width + extra)[:, None] * normal)
-                for side, width in ((1, left), (-1, right))
+                self.to_pixels(centre + side * (width + extra)[:, None] * normal) for side, width in ((1, left), (-1, right))
             )
             for quad in zip(a, a[1:], b[1:], b, strict=False):
                 pen.polygon(list(quad), fill=COLOURS[name])
@@ -149,54 +144,18 @@ class Painter:
         pen.polygon(self.to_pixels([(x, y) + unit * (a * along + b * left) for a, b in shape]), fill=colour)
 
 
-painter_of = functools.lru_cache(maxsize=32)(Painter)  # painting a track is slow
+painter_of = functools.lru_cache(maxsize=8)(Painter)  # painting a track is slow
 
 
-# == 2  Camera =========================================================================================================
+def car_picture(track: Track, places: Sequence[tuple]) -> np.ndarray:
+    """What render() shows: a car where its places (x, y, heading, ...) end, and its trail. -> (H, W, 3) uint8"""
+    return painter_of(track).picture(*places[-1][:3], [place[:2] for place in places[-TRAIL_TICKS:]])
 
 
-class Camera:
-    """Where the cars are and have been. The bridge does not send positions, so an embedded twin drives along there."""
-
-    def __init__(self, sim: RacerSim, is_twin: bool):
-        self.sim, self.is_twin = sim, is_twin
-        # Per car, of this episode and of the last complete one, at the start and after every tick: PLACE.
-        self.places: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
-        self.last_episode: list[list[tuple]] = [[] for _ in range(sim.num_cars)]
-
-    def reset(self, cars) -> None:
-        if self.is_twin:
-            self.sim.reset(cars)
-        for i in cars:
-            self.last_episode[i], self.places[i] = self.places[i], [self._place(i)]
-
-    def follow(self, actions, cars) -> None:
-        """After a tick: `cars` are still in their episodes."""
-        if self.is_twin:
-            self.sim.step(actions, observing=False)
-        for i in cars:
-            self.places[i].append(self._place(i))
-
-    def _place(self, car: int) -> tuple:
-        return tuple(getattr(self.sim, name)[car] for name in PLACE)
-
-    def picture(self, car: int) -> np.ndarray:
-        x, y, heading, *_ = self._place(car)
-        trail = [place[:2] for place in self.places[car][-TRAIL_TICKS:]]
-        return painter_of(self.sim.world.tracks[self.sim.track[car]]).picture(x, y, heading, trail)
+# == 2  Laps ===========================================================================================================
 
 
-def make_camera(cars, config: dict) -> Camera:
-    """It watches embedded cars, or embedded twins of cars on a bridge."""
-    if isinstance(cars, EmbeddedCars):
-        return Camera(cars.sim, is_twin=False)
-    return Camera(RacerSim(len(cars.track_ids), cars.track_ids, config), is_twin=True)
-
-
-# == 3  Laps ===========================================================================================================
-
-
-def draw_laps(laps: Sequence[Lap], replay: bool = False):
+def draw_laps(laps: Sequence[LapTrace], replay: bool = False):
     """The first lap, and the others as ghosts. -> (H, W, 3) uint8, or an animated GIF in real time, encoded
 
     The first one is coloured by the time that it loses against the second, or by its speed if there is no other.
@@ -212,7 +171,7 @@ def save_picture(path: Path, picture: np.ndarray) -> None:
 class Colouring:
     """The colour of a lap at every tick, and its scale: what stands at its ends."""
 
-    def __init__(self, laps: Sequence[Lap]):
+    def __init__(self, laps: Sequence[LapTrace]):
         lap = laps[0]
         if len(laps) > 1:
             values = lap.lost_to(laps[1])
@@ -229,7 +188,7 @@ class Colouring:
         return tuple(int(c) for c in self.ramp[low] + (self.ramp[low + 1] - self.ramp[low]) * (place - low))
 
 
-def racing_line(painter: Painter, laps: Sequence[Lap]) -> np.ndarray:
+def racing_line(painter: Painter, laps: Sequence[LapTrace]) -> np.ndarray:
     image, pen = painter.canvas()
     colouring = Colouring(laps)
     _paint_ghosts(painter, pen, laps)
@@ -238,8 +197,8 @@ def racing_line(painter: Painter, laps: Sequence[Lap]) -> np.ndarray:
     picture, pen, unit = _with_caption(image.reduce(SCALE), 5 + 2.8 * (len(laps) > 1))
     top = painter.base.height / SCALE + 0.8 * unit
     pen.text((unit, top), f"{painter.track.name}  {_seconds(laps[0])}", **_letters(2.9 * unit))
-    for i, (lap, colour) in enumerate(zip(laps[1:], GHOST_COLOURS, strict=False)):
-        letters = _letters(2.2 * unit) | {"fill": colour}
+    for i, lap in enumerate(laps[1:6]):
+        letters = _letters(2.2 * unit) | {"fill": driver_colour(laps, lap)}
         pen.text((unit + 27 * unit * i, top + 4 * unit), f"{lap.name}  {_seconds(lap)}", **letters)
     left, width = picture.width - 21 * unit, round(20 * unit)
     for i in range(width):
@@ -249,18 +208,23 @@ def racing_line(painter: Painter, laps: Sequence[Lap]) -> np.ndarray:
     return np.asarray(picture)
 
 
-def _paint_way(painter: Painter, pen, lap: Lap, colouring: Colouring, begin: int, end: int) -> None:
+def _paint_way(painter: Painter, pen, lap: LapTrace, colouring: Colouring, begin: int, end: int) -> None:
     way = painter.to_pixels(np.stack([lap.columns["x"], lap.columns["y"]], axis=1)[begin : end + 1])
     for a, b, share in zip(way, way[1:], colouring.shares[begin:], strict=False):
         pen.line((*a, *b), fill=colouring.at(share), width=7)
 
 
-def _paint_ghosts(painter: Painter, pen, laps: Sequence[Lap]) -> None:
-    for lap, colour in reversed(list(zip(laps[1:], GHOST_COLOURS, strict=False))):
-        pen.line(painter.to_pixels(np.stack([lap.columns["x"], lap.columns["y"]], axis=1)), fill=colour, width=3)
+def _paint_ghosts(painter: Painter, pen, laps: Sequence[LapTrace]) -> None:
+    for lap in reversed(laps[1:6]):
+        way = painter.to_pixels(np.stack([lap.columns["x"], lap.columns["y"]], axis=1))
+        pen.line(way, fill=driver_colour(laps, lap), width=3)
 
 
-def _paint_direction(painter: Painter, pen, lap: Lap) -> None:
+def driver_colour(laps: Sequence[LapTrace], lap: LapTrace) -> tuple[int, int, int]:
+    return DRIVER_COLOURS[Race(laps).colour(lap)]
+
+
+def _paint_direction(painter: Painter, pen, lap: LapTrace) -> None:
     """Arrowheads along the line, which way the car goes."""
     for share in (np.arange(8) + 0.5) / 8:
         tick = min(int(np.searchsorted(lap.progress, share)), len(lap.progress) - 1)
@@ -276,25 +240,28 @@ def _with_caption(picture: Image.Image, units: float = 5):
     return larger, ImageDraw.Draw(larger), unit
 
 
+_font = functools.lru_cache(ImageFont.load_default)
+
+
 def _letters(size: float) -> dict:
-    return {"font": ImageFont.load_default(size=size), "fill": COLOURS["text"]}
+    return {"font": _font(size), "fill": COLOURS["text"]}
 
 
-def _seconds(lap: Lap) -> str:
+def _seconds(lap: LapTrace) -> str:
     return f"{lap.seconds:.3f} s" if lap.complete else "no lap"
 
 
-def lap_replay(painter: Painter, laps: Sequence[Lap]) -> bytes:
+def lap_replay(painter: Painter, laps: Sequence[LapTrace]) -> bytes:
     """The cars drive, the line of the first stays behind it; time, speed, inputs."""
     image, pen = painter.canvas()
     colouring, last = Colouring(laps), max(len(lap.progress) for lap in laps) - 1
     _paint_ghosts(painter, pen, laps)
     every = max(GIF_FRAME_TICKS, math.ceil(last / (GIF_MAX_SECONDS * TICKS_PER_SECOND // GIF_FRAME_TICKS)))
-    frames, palette = [], None
+    frames, palette, colours = [], None, [driver_colour(laps, lap) for lap in laps]
     for tick in range(every, last + 1, every):
         _paint_way(painter, pen, laps[0], colouring, tick - every, min(tick, len(laps[0].progress) - 1))
         frame = image.copy()
-        for lap, colour in reversed(list(zip(laps, (COLOURS["car"], *GHOST_COLOURS), strict=False))):
+        for lap, colour in reversed(list(zip(laps, colours, strict=False))):
             at = min(tick, len(lap.progress) - 1)
             painter.paint_car(ImageDraw.Draw(frame), *(lap.columns[name][at] for name in ("x", "y", "heading")), colour)
         frame = _with_inputs(frame.reduce(SCALE), laps[0], tick)
@@ -302,15 +269,19 @@ def lap_replay(painter: Painter, laps: Sequence[Lap]) -> bytes:
             swatches = frame.copy()
             for i in range(64):
                 swatches.paste(colouring.at(i / 63), (i * 4, 0, i * 4 + 4, 8))
+            for i, colour in enumerate(colours):
+                swatches.paste(colour, (i * 8, 8, i * 8 + 8, 16))
             palette = swatches.quantize(128)
         frames.append(frame.quantize(palette=palette, dither=Image.Dither.NONE))
     out = io.BytesIO()
-    duration_ms = round(1000 * every / TICKS_PER_SECOND / 10) * 10
-    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=duration_ms, loop=0)
+    # A GIF counts in hundredths of a second: frames take turns being a little short and a little long.
+    ends = np.rint(np.arange(len(frames) + 1) * 100 * every / TICKS_PER_SECOND)
+    durations_ms = (10 * np.diff(ends)).astype(int).tolist()
+    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=durations_ms, loop=0)
     return out.getvalue()
 
 
-def _with_inputs(picture: Image.Image, lap: Lap, tick: int) -> Image.Image:
+def _with_inputs(picture: Image.Image, lap: LapTrace, tick: int) -> Image.Image:
     """The current time and speed, and bars: steering to either side of the middle, throttle and brake from the left."""
     picture, pen, unit = _with_caption(picture)
     at = min(tick, len(lap.progress) - 1)
