@@ -49,23 +49,15 @@ from typing import Literal
 import numpy as np
 import tyro
 
-from racer.training.drivers import load_driver
 from callbacks_lite import read_csv
 from racer.game.bridge import BridgeError
-from racer_env import RacerVectorEnv
 from racer.game.config import load_config
-from racer.training.evaluation import (
-    GAINS,
-    OFFSETS,
-    best_hand_written,
-    describe,
-    evaluate,
-    full_throttle,
-    score,
-    summarize,
-)
 from racer.game.rules import TICKS_PER_SECOND
 from racer.game.tracks import TRACKS
+from racer.training.checkpoints import load_driver
+from racer.training.evaluation import describe, evaluate, score, summarize
+from racer.training.references import GAINS, OFFSETS, best_hand_written, full_throttle
+from racer_env import RacerVectorEnv
 
 PUBLISHED_BRIDGE_STEPS_PER_SEC = 3_980  # what the game's authors report for their bridge on a desktop, one connection
 PUBLISHED_LAP_SEC = 442 / TICKS_PER_SECOND  # their published driver's flying lap on track-01
@@ -167,7 +159,7 @@ def run_benchmark(
     tracks = [track_id] if isinstance(track_id, str) else list(track_id)
     start = "grid" if bridge_url else "anywhere"  # spread over the track, as in training
     envs = RacerVectorEnv(num_envs, tracks, None, bridge_url, start)
-    step = envs._cars.sim.step if engine_only else envs.step
+    step = envs._sim.step if engine_only else envs.step
     try:
         results = [_measure(envs, step, steps, warmup, num_envs, driver) for _ in range(repeats)]
     finally:
@@ -313,9 +305,7 @@ def bench_results(args: Args) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder:
             folders = [Path(folder) / str(seed) for seed in seeds]
             runs = [run_command(name, [*flags.split(), "--seed", path.name], path) for path in folders]
-            unseen = [
-                drive_unseen(load_driver(path / "run"), references) for path in folders if "--random-tracks" in flags
-            ]
+            unseen = [drive_unseen(load_driver(path / "run"), references) for path in folders if "--random-tracks" in flags]
         rows.append({"label": f"{name}_racer.py {flags}".strip(), "seeds": [*seeds], "runs": runs, "unseen": unseen})
         for line in lines_of_unseen(unseen) + lines_of_tracks(unseen) if unseen else lines_of_tracks(runs):
             print(f"    {line}")
@@ -360,9 +350,7 @@ def bench_peers(args: Args) -> list[dict]:
     for seed in range(args.seeds[0], args.seeds[0] + args.runs):
         for label, found in runs.items():  # one after the other
             found.append(train_peer(label, seed) if label in PEERS else ours(label, seed))
-    held = {
-        label: [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in found] for label, found in runs.items()
-    }
+    held = {label: [holds_from(run["evaluations"], PUBLISHED_LAP_SEC) for run in found] for label, found in runs.items()}
     show_peers(runs, held)
     return [{"label": label, "runs": found} for label, found in runs.items()]
 
@@ -371,7 +359,7 @@ def drive_unseen(driver, references: dict) -> dict:
     """A driver on tracks that it has never seen. Shares are of the rewards of the hand-written driver's best settings."""
 
     def episodes(tracks, cars: int = 1, **settings) -> list:
-        return evaluate(driver, RacerVectorEnv(cars * len(tracks), tracks, **settings), tracks, seed=0, complete=False)
+        return evaluate(driver, RacerVectorEnv(cars * len(tracks), tracks, **settings), tracks, seed=0)
 
     driven, anywhere = episodes([*references]), episodes([*references], STARTS_PER_TRACK, start="anywhere")
     rewards, (one, best) = np.array([sum(e.rewards) for e in driven]), np.array([*references.values()]).T

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from racer.game.checks import UserError
 from racer.game.rewards import REWARD_TERMS
 from racer.game.rules import REWARD_PARTS, TICKS_PER_SECOND
 from racer.game.tracks import track_name
@@ -36,18 +37,27 @@ class MetricsLogger:
     """Scalars by tag, written at `dump(step)` to TensorBoard and to metrics.csv in `folder`.
 
     resume_step: continue the folder of an earlier run from this step; later rows are removed.
+    wandb: a project of Weights & Biases, which then gets all that TensorBoard gets, and `settings`.
     If TensorBoard or the file cannot be written, it warns once and training continues.
     """
 
-    def __init__(self, folder: str | Path, resume_step: int | None = None, tensorboard: bool = True):
+    def __init__(
+        self,
+        folder: str | Path,
+        resume_step: int | None = None,
+        tensorboard: bool = True,
+        wandb: str = "",
+        settings: dict | None = None,
+    ):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.csv_path = self.folder / "metrics.csv"
         self._values: dict[str, float] = {}
         self._columns: list[str] = []
-        self._writer, self._failed = None, set()
+        self._writer, self._wandb, self._failed = None, None, set()
         last = -1 if resume_step is None else resume_step
         self._try("metrics.csv", lambda: self._rewrite(lambda row: int(float(row["step"])) <= last))
+        self._wandb = self._open_wandb(wandb, settings) if wandb else None
         if tensorboard:
             self._try("TensorBoard", lambda: self._open_tensorboard(resume_step))
 
@@ -58,9 +68,17 @@ class MetricsLogger:
                 write()
             except Exception as error:
                 self._failed.add(target)
-                warnings.warn(
-                    f"{self.folder}: cannot write {target} ({error}); training continues without it", stacklevel=4
-                )
+                warnings.warn(f"{self.folder}: cannot write {target} ({error}); training continues without it", stacklevel=4)
+
+    def _open_wandb(self, project: str, settings: dict | None):
+        """Before TensorBoard's log is opened, which wandb then watches."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("--wandb needs a package that is not installed: pip install wandb") from error
+        return wandb.init(
+            project=project, name=self.folder.name, config=settings, dir=str(self.folder), sync_tensorboard=True, save_code=True
+        )
 
     def _open_tensorboard(self, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -104,6 +122,8 @@ class MetricsLogger:
     def close(self) -> None:
         self._to_tensorboard("close")
         self._writer = None
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def _append(self, row: dict[str, float]) -> None:
         new = [key for key in row if key not in self._columns]
@@ -154,7 +174,8 @@ class RaceStats:
 
     def __init__(self, track_ids: Sequence[str], max_steps: int):
         self.num_cars, self.max_steps = len(track_ids), max_steps
-        self.track_names = [track_name(track) for track in track_ids]
+        names = {track: track_name(track) for track in set(track_ids)}
+        self.track_names = [names[track] for track in track_ids]
         self.episodes: deque = deque(maxlen=EPISODE_WINDOW)  # (return, ticks, extrapolated length)
         self.best_lap_sec, self.rollout = math.inf, {}
         self.on_reset()

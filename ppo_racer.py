@@ -5,9 +5,7 @@
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --game ../top-down-racer-02                  # train in the real game in this folder
     python ppo_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
-    python ppo_racer.py --evaluate runs/NAME                         # laps and lap times of a trained driver
-    python ppo_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
-    torchrun --nproc_per_node=8 ppo_racer.py --num-envs 8192 --minibatch-size 8192           # on more cores or machines
+    python -m racer.evaluate runs/NAME                               # laps and lap times of a trained driver
     tensorboard --logdir runs
 
 PPO (Schulman et al. 2017) repeats three steps: drive all cars for a few ticks with the current policy (`rollout`), compute how
@@ -32,18 +30,11 @@ import torch
 from torch import nn
 
 from callbacks_lite import RaceStats
-from racer.game.config import DEFAULT_CONFIG_PATH
-from racer.game.observations import OBS_SIZE
-from racer.game.rules import ACTION_HIGH, ACTION_LOW
-from racer.training.command_line import (
-    Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, exits_with_code, read_command, run_as_script,
+from racer.training.run import Run, all_gather, average_gradients
+from racer.training.settings import (
+    Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, as_command, parse_args, run_as_script,
 )  # fmt: skip
-from racer.training.drivers import Driver, evaluate_driver, export_driver, restore_driver
-from racer.training.fleet import make_envs
-from racer.training.processes import all_gather, average_gradients, make_generator, run_on_all, world_size
-from racer.training.reward_scaler import RewardScaler
-from racer.training.run import Run
-from racer_env import RacerVectorEnv
+from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE, RacerVectorEnv, obs_moments
 
 # == Args ==============================================================================================================
 
@@ -63,17 +54,17 @@ class Args(Settings):
     # -- env
     track_id: tuple[str, ...] = ("track-01",)
     """track, or several to train one driver for all: names or .json files"""
-    random_tracks: Whole = 0
+    random_tracks: Annotated[Whole, Range(0, 500)] = 0
     """train on random-1 to random-N, for a driver that handles tracks it has never seen"""
-    config_path: Path = DEFAULT_CONFIG_PATH
-    """JSON file with reward weights and episode limits"""
+    config_path: Path | None = None
+    """JSON file with reward weights and episode limits; default: ai-config.json"""
     start: Literal["grid", "anywhere"] = "grid"
     """where episodes start: on the grid, or anywhere on the track, which teaches recovery"""
     bridge_url: tuple[str, ...] = ()
-    """train in the real game behind these URLs; with --resume, the flag without a URL continues on the embedded engine"""
+    """train in the real game behind these URLs; with --resume, none continues on the embedded engine"""
     game: Path | None = None
     """train in the real game in this folder; its bridges are started and stopped automatically"""
-    bridges: Count = 1
+    bridges: Annotated[Count, Range(1, 256)] = 1
     """with --game: number of bridges to start; each uses one core"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
@@ -81,11 +72,11 @@ class Args(Settings):
     """multiply the config's offTrackPenalty by this during training; values above 1 make drivers more cautious"""
     stuck_ticks: Whole = 0
     """truncate an episode after this many ticks without progress; 0: never"""
-    num_envs: Count = 128
+    num_envs: Annotated[Count, Range(1, 65_536)] = 128
     """cars driven in parallel, all processes together; on a bridge every car is a connection"""
 
     # -- algorithm
-    action_repeat: Count = 3
+    action_repeat: Annotated[Count, Range(1, 100)] = 3
     """ticks for which an action is held while learning; the finished driver acts every tick"""
     gamma: Fraction = 0.98
     """discount factor per tick: 0.98 looks about 50 ticks (0.8 s) ahead"""
@@ -101,7 +92,7 @@ class Args(Settings):
     """initial mean of the throttle, with the brake off; driving from the start speeds up early learning"""
     hide_arc: bool = False
     """hide the arc position from the networks, so that they cannot memorise a track"""
-    hidden: Count = 64
+    hidden: Annotated[Count, Range(1, 4096)] = 64
     """width of the two hidden layers of actor and critic"""
 
     # -- optimisation
@@ -109,7 +100,7 @@ class Args(Settings):
     """Adam's initial learning rate"""
     anneal_lr: bool = True
     """anneal the learning rate linearly to 0"""
-    rollout_steps: Count = 24
+    rollout_steps: Annotated[Count, Range(1, 65_536)] = 24
     """actions per car between updates"""
     minibatch_size: Count = 192
     """approximate minibatch size (a rollout is split into equal parts), all processes together"""
@@ -131,17 +122,20 @@ class Args(Settings):
     """steps between checkpoints; also saved at the end, on Ctrl+C and if the bridge fails"""
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
+    pictures: bool = True
+    """draw the race (race.html), racing lines and a replay"""
+    wandb: str = ""
+    """also log to this project of Weights & Biases (pip install wandb)"""
 
     def __post_init__(self):
         super().__post_init__()
-        if self.minibatch_size > self.num_envs * self.rollout_steps:
-            samples = f"{self.num_envs * self.rollout_steps} (--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps})"
-            raise ValueError(
-                f"--minibatch-size is {self.minibatch_size}, more than the samples of a rollout: {samples}"
-            )
+        samples = self.num_envs * self.rollout_steps
+        what = f"{samples} (--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps})"
+        found = f"--minibatch-size is {self.minibatch_size}, more than the samples of a rollout: {what}"
+        self.require(self.minibatch_size <= samples, found)
 
     @property
-    def steps_per_iteration(self) -> int:
+    def steps_per_update(self) -> int:
         return self.num_envs * self.rollout_steps * self.action_repeat
 
 
@@ -170,8 +164,8 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
 # == Agent =============================================================================================================
 
 
-class Agent(Driver):
-    """Actor and critic. (`normalize` and `drive` come from Driver.)
+class Agent(nn.Module):
+    """Actor and critic.
 
     The policy is a Gaussian over the raw actions (steer, throttle, brake). A sample goes to the game as it is, and the game clamps
     it to the box. So the action whose probability is optimised is the action that was given; the clamp is part of the
@@ -179,14 +173,23 @@ class Agent(Driver):
     to reach.) The deterministic driver gives the mean.
     """
 
+    NORM_EPSILON, NORM_CLIP = 1e-6, 4.0
+
     def __init__(self, hidden: int = 64, init_std: float = 0.5, init_throttle: float = 1.0, hide_arc: bool = False):
-        super().__init__(hide_arc)
+        super().__init__()
+        # Observations are normalised with fixed means and variances, which are saved and exported with the weights.
+        for name, values in zip(("obs_mean", "obs_var"), obs_moments(hide_arc), strict=True):
+            self.register_buffer(name, torch.from_numpy(values))
         self.actor = mlp(hidden, len(ACTION_LOW), output_gain=0.01)
         self.critic = mlp(hidden, 1, output_gain=1.0)
         self.log_std = nn.Parameter(torch.full((len(ACTION_LOW),), math.log(init_std)))
         with torch.no_grad():
             # The brake starts below 0, which the game clamps to 0.
             self.actor[-1].bias.copy_(torch.tensor([0.0, init_throttle, -init_throttle / 2]))
+
+    def normalize(self, obs):
+        scaled = (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
+        return scaled.clamp(-self.NORM_CLIP, self.NORM_CLIP)
 
     def policy(self, normalized_obs):
         """The Gaussian over actions: its mean (B, 3), and its log standard deviation, here (3,), the same in every state."""
@@ -208,6 +211,11 @@ class Agent(Driver):
     def forward(self, normalized_obs):
         """The deterministic driver, (N, 14) -> actions within the game's box (N, 3). This is what is exported."""
         return self.policy(normalized_obs)[0].clamp(torch.tensor(ACTION_LOW), torch.tensor(ACTION_HIGH))
+
+    @torch.inference_mode()
+    def drive(self, obs: np.ndarray) -> np.ndarray:
+        """Raw observations (N, 14) -> deterministic actions (N, 3)."""
+        return self(self.normalize(torch.from_numpy(obs))).numpy()
 
 
 def mlp(hidden: int, outputs: int, output_gain: float) -> nn.Sequential:
@@ -237,7 +245,50 @@ def gaussian_entropy(log_std):
     return log_std.sum(-1).mean() + 0.5 * log_std.shape[-1] * math.log(2 * math.pi * math.e)
 
 
-# == Rollout and advantages ============================================================================================
+# == Reward scale, rollout and advantages ==============================================================================
+
+
+class RewardScaler:
+    """Scales rewards so that a unit of progress pays the same on every track, and returns are of order 1.
+
+    Rewards are multiplied by the track's length (a lap pays 1 on any track; penalties grow too), then divided by the standard
+    deviation of the discounted returns so far. Only what the networks learn from is scaled; metrics show raw rewards.
+    """
+
+    def __init__(self, gamma: float, track_lengths: np.ndarray):
+        self.gamma, self.track_lengths = gamma, track_lengths  # (N,)
+        self.returns = np.zeros(len(track_lengths))  # (N,) discounted sums of each car's rewards so far
+        self.moments = np.array([0.0, 1.0, 1e-4])  # mean, variance and count of all returns so far, in all processes
+
+    def update(self, rewards, ended) -> None:
+        """Take in the rewards and the ends (T, N) of these cars, and the statistics of the cars of other processes."""
+        returns = np.empty_like(rewards)
+        for t in range(len(rewards)):
+            returns[t] = self.returns = self.returns * self.gamma + rewards[t] * self.track_lengths
+            self.returns = np.where(ended[t], 0.0, self.returns)
+        for mean, var, count in all_gather((float(returns.mean()), float(returns.var()), returns.size)):
+            own_mean, own_var, own_count = self.moments.tolist()  # two sets taken together (Chan et al.)
+            total, delta = own_count + count, mean - own_mean
+            var = (own_var * own_count + var * count + delta * delta * (own_count * count / total)) / total
+            self.moments = np.array([own_mean + delta * (count / total), var, total])
+
+    @property
+    def scale(self) -> np.ndarray:
+        """What to multiply every car's rewards by (N,)."""
+        return self.track_lengths / math.sqrt(self.moments[1] + 1e-8)
+
+    def on_reset(self) -> None:
+        self.returns = np.zeros_like(self.returns)
+
+    def get_state(self) -> dict:
+        return {"returns": self.returns, "moments": self.moments}
+
+    def set_state(self, state: dict) -> None:
+        self.returns, self.moments = np.array(state["returns"]), np.array(state["moments"])
+
+    def merge_states(self, states: list[dict]) -> None:
+        """The moments are those of all processes, so any state has them."""
+        self.moments = np.array(states[0]["moments"])
 
 
 class Storage:
@@ -298,7 +349,7 @@ def make_batch(agent: Agent, storage: Storage, scaler: RewardScaler, args: Args)
     if ended.any():
         next_values[ended] = agent.value(agent.normalize(storage.final_obs[torch.from_numpy(ended)])).numpy()
 
-    scaler.update(storage.rewards, ended, all_gather)
+    scaler.update(storage.rewards, ended)
     rewards = storage.rewards * scaler.scale
     advantages, returns = compute_gae(rewards, values, next_values, storage.discounts, ended, args.gae_lambda)
     batch = {
@@ -348,7 +399,7 @@ def minibatches(batch: dict[str, torch.Tensor], count: int, generator) -> list[d
 def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, generator) -> dict[str, float]:
     """Several epochs of minibatch steps on one rollout. -> metrics"""
     parameters, policy_losses, value_losses, logratios = list(agent.parameters()), [], [], []
-    count = max(1, round(len(batch["returns"]) * world_size() / args.minibatch_size))
+    count = max(1, round(args.num_envs * args.rollout_steps / args.minibatch_size))
     epochs = (minibatches(batch, count, generator) for _ in range(args.update_epochs))
     for mb in itertools.chain.from_iterable(epochs):  # one loop, which target_kl can end
         logprobs, entropy = agent.logprob(mb["normalized_obs"], mb["actions"])
@@ -390,46 +441,40 @@ def make_agent(args: Args) -> Agent:
     return Agent(args.hidden, args.init_std, args.init_throttle, args.hide_arc)
 
 
+def read_args(command_line: str | None = None) -> Args:
+    """The settings of this program's command line; or of one given as text, as in train(read_args("--random-tracks 24"))."""
+    return parse_args("ppo", Args, Agent, PRESETS, __doc__, command_line)
+
+
 def train(args: Args) -> dict:
     """A complete run: drive, learn, evaluate and save until it is finished or stopped. -> its summary"""
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # networks this small gain nothing from more
-    envs = make_envs(args)
-    stats = RaceStats(envs.track_ids, envs.config["episode"]["maxSteps"])
-    run_on_all(envs.reset, seed=args.seed)
-    agent = make_agent(args)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    scaler = RewardScaler(args.gamma**args.action_repeat, envs.track_lengths)
-    generator = make_generator(args.seed)
-    storage = Storage(args.rollout_steps, envs.num_envs)
-    parts = {"agent": agent, "optimizer": optimizer, "scaler": scaler}
-    parts |= {"envs": envs, "generator": generator, "stats": stats}
-    with Run("ppo", args, envs, parts) as run:  # restores the parts on --resume
+    with Run("ppo", args) as run:  # the run folder, several processes, evaluations, checkpoints, the game's bridges
+        envs = RacerVectorEnv(
+            run.num_envs, args.tracks, args.config_path, run.bridge_urls, args.start,
+            action_repeat=args.action_repeat, gamma=args.gamma, off_road_penalty_scale=args.off_road_penalty_scale,
+            stuck_ticks=args.stuck_ticks, stagger=True, first_car=run.first_car, retries=args.bridge_retries,
+        )  # fmt: skip
+        agent = make_agent(args)
+        optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+        scaler = RewardScaler(args.gamma**args.action_repeat, envs.track_lengths)
+        generator = torch.Generator().manual_seed(run.seed)
+        storage = Storage(args.rollout_steps, envs.num_envs)
+        run.begin(envs, agent=agent, optimizer=optimizer, scaler=scaler, generator=generator)  # new, or as saved (--resume)
         while not run.done:
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - run.progress)
-            rollout(agent, envs, storage, stats, run.clock, generator)
+            rollout(agent, envs, storage, run.stats, run.clock, generator)
             with run.clock("learning"):
                 batch, metrics = make_batch(agent, storage, scaler, args)
                 metrics |= update(agent, optimizer, batch, args.ent_coef, args, generator)
-            run.advance(args.steps_per_iteration, metrics)
-            if run.due(args.eval_every):
-                run.evaluate(agent.drive)  # the best driver is saved as best.pt
-            run.log()
-            if run.due(args.checkpoint_every) or run.stopped:
-                run.save("checkpoint.pt")
+            run.step(args.steps_per_update, metrics)  # counts and logs; evaluates and saves when due
         return run.report()
 
 
-@exits_with_code
+@as_command
 def main():
-    """Train, or evaluate or export a trained driver."""
-    args, task = read_command("ppo", Args, Agent, PRESETS, __doc__)
-    if task.evaluate:
-        return evaluate_driver(restore_driver(task.evaluate, "ppo", make_agent(args)), args, task)
-    if task.export:
-        return export_driver(restore_driver(task.checkpoint, "ppo", make_agent(args)), task.export, args.game)
-    return train(args)
+    return train(read_args())
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
     python sac_racer.py --slow-game                                  # as on a bridge: laps of 6.6 s after 60,000 steps
     python sac_racer.py --game ../top-down-racer-02                  # train in the real game in this folder
     python sac_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
-    python sac_racer.py --evaluate runs/NAME                         # laps and lap times of a trained driver
-    python sac_racer.py --export game/driver --checkpoint runs/NAME  # for the browser game: model.onnx
+    python -m racer.evaluate runs/NAME                               # laps and lap times of a trained driver
 
 SAC (Haarnoja et al. 2018) keeps recent experience in a replay buffer and learns from it many times. Two critics learn the value
 of an action (`critic_loss`): the rewards of the next n actions, and then what their slowly following targets expect of the
@@ -31,18 +30,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from callbacks_lite import RaceStats
-from racer.game.config import DEFAULT_CONFIG_PATH
-from racer.game.observations import OBS_SIZE
-from racer.game.rules import ACTION_HIGH, ACTION_LOW
-from racer.training.command_line import (
-    Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, exits_with_code, read_command, run_as_script,
+from racer.training.run import Run, all_gather, average_gradients
+from racer.training.settings import (
+    Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, as_command, parse_args, run_as_script,
 )  # fmt: skip
-from racer.training.drivers import Driver, evaluate_driver, export_driver, restore_driver
-from racer.training.fleet import make_envs
-from racer.training.processes import all_gather, average_gradients, make_generator, run_on_all, world_size
-from racer.training.reward_scaler import RewardScaler
-from racer.training.run import Run
+from racer_env import ACTION_HIGH, ACTION_LOW, OBS_SIZE, RacerVectorEnv, obs_moments
 
 # == Args ==============================================================================================================
 
@@ -62,17 +54,17 @@ class Args(Settings):
     # -- env
     track_id: tuple[str, ...] = ("track-01",)
     """track, or several to train one driver for all: names or .json files"""
-    random_tracks: Whole = 0
+    random_tracks: Annotated[Whole, Range(0, 500)] = 0
     """train on random-1 to random-N, for a driver that handles tracks it has never seen"""
-    config_path: Path = DEFAULT_CONFIG_PATH
-    """JSON file with reward weights and episode limits"""
+    config_path: Path | None = None
+    """JSON file with reward weights and episode limits; default: ai-config.json"""
     start: Literal["grid", "anywhere"] = "grid"
     """where episodes start: on the grid, or anywhere on the track, which teaches recovery"""
     bridge_url: tuple[str, ...] = ()
-    """train in the real game behind these URLs; with --resume, the flag without a URL continues on the embedded engine"""
+    """train in the real game behind these URLs; with --resume, none continues on the embedded engine"""
     game: Path | None = None
     """train in the real game in this folder; its bridges are started and stopped automatically"""
-    bridges: Count = 1
+    bridges: Annotated[Count, Range(1, 256)] = 1
     """with --game: number of bridges to start; each uses one core"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
@@ -80,15 +72,15 @@ class Args(Settings):
     """multiply the config's offTrackPenalty by this during training; values above 1 make drivers more cautious"""
     stuck_ticks: Whole = 0
     """truncate an episode after this many ticks without progress; 0: never"""
-    num_envs: Count = 64
+    num_envs: Annotated[Count, Range(1, 65_536)] = 64
     """cars driven in parallel, all processes together; on a bridge every car is a connection"""
 
     # -- algorithm
-    action_repeat: Count = 4
+    action_repeat: Annotated[Count, Range(1, 100)] = 4
     """ticks for which an action is held while learning; the finished driver acts every tick"""
     gamma: Fraction = 0.97
     """discount factor per tick: 0.97 looks about 33 ticks (0.6 s) ahead"""
-    n_step: Count = 5
+    n_step: Annotated[Count, Range(1, 1000)] = 5
     """actions whose rewards are measured before the critics' own estimate takes over"""
     tau: Fraction = 0.05
     """Polyak coefficient of the target networks per critic update: small is stable, large is fast"""
@@ -96,17 +88,17 @@ class Args(Settings):
     """initial entropy coefficient (alpha)"""
     autotune: bool = True
     """learn alpha so that the entropy stays at --target-entropy; otherwise alpha is constant"""
-    target_entropy: float = -6.0
+    target_entropy: Annotated[float, Range(-math.inf)] = -6.0
     """target entropy of the three actions in [-1, 1]; lower gives a less random policy in the end"""
     noise_memory: Annotated[float, Range(0, 0.999)] = 0.5
     """correlation of an action's noise with that of the last action; more explores for longer"""
-    init_std: Positive = 0.5
+    init_std: Annotated[float, Range(math.exp(-5), math.e)] = 0.5
     """initial standard deviation of the actions before squashing, which is then learned for every state"""
     init_throttle: Fraction = 1.0
     """initial mean of the throttle, with the brake off; driving from the start speeds up early learning"""
     hide_arc: bool = False
     """hide the arc position from the networks, so that they cannot memorise a track"""
-    hidden: Count = 64
+    hidden: Annotated[Count, Range(1, 4096)] = 64
     """width of the two hidden layers of actor and critics"""
 
     # -- optimisation
@@ -116,7 +108,7 @@ class Args(Settings):
     """Adam's initial learning rate for the actor; a slow actor gives the critics time to follow"""
     anneal_lr: bool = True
     """anneal the learning rates linearly to 0"""
-    buffer_size: Count = 30_000
+    buffer_size: Annotated[Count, Range(1, 10_000_000)] = 30_000
     """actions kept in the replay buffer, all processes together; keeping only recent ones gave faster laps"""
     learning_starts: Whole = 5_000
     """steps before learning starts, or fewer if the buffer is full"""
@@ -142,22 +134,25 @@ class Args(Settings):
     """save the replay buffer in checkpoints; a run resumed without it has to fill a new one first"""
     tensorboard: bool = True
     """write TensorBoard events (metrics.csv is always written)"""
+    pictures: bool = True
+    """draw the race (race.html), racing lines and a replay"""
+    wandb: str = ""
+    """also log to this project of Weights & Biases (pip install wandb)"""
 
     def __post_init__(self):
         super().__post_init__()
-        if self.buffer_size < self.num_envs * self.n_step:
-            raise ValueError(
-                f"--buffer-size is {self.buffer_size}, less than {self.num_envs} cars times --n-step {self.n_step}"
-            )
+        found = f"--buffer-size is {self.buffer_size}, less than {self.num_envs} cars times --n-step {self.n_step}"
+        self.require(self.buffer_size >= self.num_envs * self.n_step, found)
 
     @property
-    def steps_per_action(self) -> int:
+    def steps_per_update(self) -> int:
+        """Of one action of all cars."""
         return self.num_envs * self.action_repeat
 
     def actions_per_iteration(self, steps: int) -> int:
         """After so many steps of a run: until the next row of metrics, or the end."""
         every = min(self.log_every, self.eval_every, self.checkpoint_every, self.total_timesteps - steps)
-        return max(1, round(every / self.steps_per_action))
+        return max(1, round(every / self.steps_per_update))
 
 
 PRESETS = (  # defaults that these flags change; later presets take precedence
@@ -181,15 +176,20 @@ MOST_THROTTLE = 0.99  # --init-throttle is clamped to this in [-1, 1]: atanh(1) 
 # == Agent =============================================================================================================
 
 
-class Agent(Driver):
-    """Actor, critics and their targets. (`normalize` and `drive` come from Driver.)
+class Agent(nn.Module):
+    """Actor, critics and their targets.
 
     The policy is a Gaussian squashed by tanh. Its entropy, and so the target entropy, is that of the actions in [-1, 1]. The
     deterministic driver gives the squashed mean.
     """
 
+    NORM_EPSILON, NORM_CLIP = 1e-6, 4.0
+
     def __init__(self, hidden: int = 64, init_std=0.5, init_throttle=1.0, init_alpha=0.01, hide_arc: bool = False):
-        super().__init__(hide_arc)
+        super().__init__()
+        # Observations are normalised with fixed means and variances, which are saved and exported with the weights.
+        for name, values in zip(("obs_mean", "obs_var"), obs_moments(hide_arc), strict=True):
+            self.register_buffer(name, torch.from_numpy(values))
         size = len(ACTION_LOW)
         self.actor = nn.Sequential(
             nn.Linear(OBS_SIZE, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, 2 * size)
@@ -208,6 +208,10 @@ class Agent(Driver):
         self.critic_targets = copy.deepcopy(self.critics).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(init_alpha)))
 
+    def normalize(self, obs):
+        scaled = (obs - self.obs_mean) * torch.rsqrt(self.obs_var + self.NORM_EPSILON)
+        return scaled.clamp(-self.NORM_CLIP, self.NORM_CLIP)
+
     def policy(self, normalized_obs):
         """The Gaussian before squashing: its mean and its log standard deviation, (B, 3) each."""
         mean, log_std = self.actor(normalized_obs).chunk(2, dim=-1)
@@ -225,6 +229,11 @@ class Agent(Driver):
     def forward(self, normalized_obs):
         """The deterministic driver, (N, 14) -> actions within the game's box (N, 3). This is what is exported."""
         return to_box(torch.tanh(self.policy(normalized_obs)[0]))
+
+    @torch.inference_mode()
+    def drive(self, obs: np.ndarray) -> np.ndarray:
+        """Raw observations (N, 14) -> deterministic actions (N, 3)."""
+        return self(self.normalize(torch.from_numpy(obs))).numpy()
 
 
 class TwinLinear(nn.Module):
@@ -257,7 +266,50 @@ def squashed_sample(mean, log_std, noise):
     return torch.tanh(u), logprobs.sum(-1)
 
 
-# == Exploration noise and the replay buffer ===========================================================================
+# == Reward scale, exploration noise and the replay buffer =============================================================
+
+
+class RewardScaler:
+    """Scales rewards so that a unit of progress pays the same on every track, and returns are of order 1.
+
+    Rewards are multiplied by the track's length (a lap pays 1 on any track; penalties grow too), then divided by the standard
+    deviation of the discounted returns so far. Only what the networks learn from is scaled; metrics show raw rewards.
+    """
+
+    def __init__(self, gamma: float, track_lengths: np.ndarray):
+        self.gamma, self.track_lengths = gamma, track_lengths  # (N,)
+        self.returns = np.zeros(len(track_lengths))  # (N,) discounted sums of each car's rewards so far
+        self.moments = np.array([0.0, 1.0, 1e-4])  # mean, variance and count of all returns so far, in all processes
+
+    def update(self, rewards, ended) -> None:
+        """Take in the rewards and the ends (T, N) of these cars, and the statistics of the cars of other processes."""
+        returns = np.empty_like(rewards)
+        for t in range(len(rewards)):
+            returns[t] = self.returns = self.returns * self.gamma + rewards[t] * self.track_lengths
+            self.returns = np.where(ended[t], 0.0, self.returns)
+        for mean, var, count in all_gather((float(returns.mean()), float(returns.var()), returns.size)):
+            own_mean, own_var, own_count = self.moments.tolist()  # two sets taken together (Chan et al.)
+            total, delta = own_count + count, mean - own_mean
+            var = (own_var * own_count + var * count + delta * delta * (own_count * count / total)) / total
+            self.moments = np.array([own_mean + delta * (count / total), var, total])
+
+    @property
+    def scale(self) -> np.ndarray:
+        """What to multiply every car's rewards by (N,)."""
+        return self.track_lengths / math.sqrt(self.moments[1] + 1e-8)
+
+    def on_reset(self) -> None:
+        self.returns = np.zeros_like(self.returns)
+
+    def get_state(self) -> dict:
+        return {"returns": self.returns, "moments": self.moments}
+
+    def set_state(self, state: dict) -> None:
+        self.returns, self.moments = np.array(state["returns"]), np.array(state["moments"])
+
+    def merge_states(self, states: list[dict]) -> None:
+        """The moments are those of all processes, so any state has them."""
+        self.moments = np.array(states[0]["moments"])
 
 
 class Noise:
@@ -425,24 +477,31 @@ def make_agent(args: Args) -> Agent:
     return Agent(args.hidden, args.init_std, args.init_throttle, args.init_alpha, args.hide_arc)
 
 
+def read_args(command_line: str | None = None) -> Args:
+    """The settings of this program's command line; or of one given as text, as in train(read_args("--random-tracks 24"))."""
+    return parse_args("sac", Args, Agent, PRESETS, __doc__, command_line)
+
+
 def train(args: Args) -> dict:
     """A complete run: drive and learn, evaluate and save until it is finished or stopped. -> its summary"""
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # the other core drives the cars
-    envs = make_envs(args)
-    stats = RaceStats(envs.track_ids, envs.config["episode"]["maxSteps"])
-    run_on_all(envs.reset, seed=args.seed)
-    agent = make_agent(args)
-    actor_optimizer, critic_optimizer = make_optimizers(agent, args)
-    scaler = RewardScaler(args.gamma**args.action_repeat, envs.track_lengths)
-    generator, noise = make_generator(args.seed), Noise(envs.num_envs, args.noise_memory)
-    buffer = ReplayBuffer(args.buffer_size // world_size(), envs.num_envs)
-    batch_size = math.ceil(args.batch_size / world_size())  # every process samples its share
-    rows_before_learning = max(args.n_step, min(math.ceil(args.learning_starts / args.steps_per_action), buffer.rows))
-    parts = {"agent": agent, "actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer, "scaler": scaler}
-    parts |= {"envs": envs, "generator": generator, "stats": stats, "noise": noise, "buffer": buffer}
-    run = Run("sac", args, envs, parts, unsaved=() if args.save_buffer else ("buffer",))
-    with run, ThreadPoolExecutor(1) as other_core:  # restores the parts on --resume
+    # Run: the run folder, several processes, evaluations, checkpoints, the game's bridges
+    with ThreadPoolExecutor(1) as other_core, Run("sac", args) as run:
+        envs = RacerVectorEnv(
+            run.num_envs, args.tracks, args.config_path, run.bridge_urls, args.start,
+            action_repeat=args.action_repeat, gamma=args.gamma, off_road_penalty_scale=args.off_road_penalty_scale,
+            stuck_ticks=args.stuck_ticks, stagger=True, first_car=run.first_car, retries=args.bridge_retries,
+        )  # fmt: skip
+        agent = make_agent(args)
+        actor_optimizer, critic_optimizer = make_optimizers(agent, args)
+        scaler = RewardScaler(args.gamma**args.action_repeat, envs.track_lengths)
+        generator, noise = torch.Generator().manual_seed(run.seed), Noise(envs.num_envs, args.noise_memory)
+        buffer = ReplayBuffer(args.buffer_size // run.processes, envs.num_envs)
+        batch_size = math.ceil(args.batch_size / run.processes)  # every process samples its share
+        rows_before_learning = max(args.n_step, min(math.ceil(args.learning_starts / args.steps_per_update), buffer.rows))
+        components = {"actor_optimizer": actor_optimizer, "critic_optimizer": critic_optimizer, "generator": generator}
+        components |= {"agent": agent, "scaler": scaler, "noise": noise, "buffer": buffer}
+        run.begin(envs, unsaved=() if args.save_buffer else ("buffer",), **components)  # new, or as saved (--resume)
         while not run.done:
             if args.anneal_lr:
                 set_learning_rates(actor_optimizer, critic_optimizer, args, 1 - run.progress)
@@ -460,28 +519,17 @@ def train(args: Args) -> dict:
                         run.check(history[-1])
                 with run.clock("environment"):
                     next_obs, rewards, terminated, truncated, infos = driving.result()
-                stats.step(infos)
+                run.stats.step(infos)
                 buffer.add(obs, actions, rewards, next_obs, terminated | truncated, infos)
-                scaler.update(rewards[None], (terminated | truncated)[None], all_gather)
+                scaler.update(rewards[None], (terminated | truncated)[None])
             metrics = {name: float(np.mean([m[name] for m in history])) for name in history[0]} if history else {}
-            run.advance(count * args.steps_per_action, metrics)
-            if run.due(args.eval_every):
-                run.evaluate(agent.drive)  # the best driver is saved as best.pt
-            run.log()
-            if run.due(args.checkpoint_every) or run.stopped:
-                run.save("checkpoint.pt")
+            run.step(count * args.steps_per_update, metrics)  # counts and logs; evaluates and saves when due
         return run.report()
 
 
-@exits_with_code
+@as_command
 def main():
-    """Train, or evaluate or export a trained driver."""
-    args, task = read_command("sac", Args, Agent, PRESETS, __doc__)
-    if task.evaluate:
-        return evaluate_driver(restore_driver(task.evaluate, "sac", make_agent(args)), args, task)
-    if task.export:
-        return export_driver(restore_driver(task.checkpoint, "sac", make_agent(args)), task.export, args.game)
-    return train(args)
+    return train(read_args())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ actions = driver(observations)          # of one car (14,) or of many (N, 14)
 
 def __getattr__(name: str):
     if name == "load_driver":  # on demand: the game alone needs no torch
-        from racer.training.drivers import load_driver
+        from racer.training.checkpoints import load_driver
 
         return load_driver
     raise AttributeError(f"module 'racer' has no attribute {name!r}")

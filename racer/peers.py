@@ -58,7 +58,7 @@ def train_peer(label: str, seed: int) -> dict:
         def policy(observations):
             return model.predict(normalized.normalize_obs(observations), deterministic=True)[0]
 
-        (episode,) = evaluate(policy, RacerVectorEnv(1), ["track-01"], complete=False)
+        (episode,) = evaluate(policy, RacerVectorEnv(1), ["track-01"])
         return summarize([episode], load_config())
 
     begun = time.perf_counter()

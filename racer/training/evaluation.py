@@ -1,20 +1,16 @@
-"""How well a driver drives: deterministic laps, their summaries, and what to compare them with.
+"""How well a driver drives: deterministic episodes, their laps, their summaries.
 
 tracks = ["track-01", "track-02", "track-03"]
 envs = RacerVectorEnv(3, tracks)
 for episode in evaluate(full_throttle, envs, tracks):
     print(describe(summarize([episode], envs.config)))
-
-1  evaluation    an episode of every car: its laps, its rewards, its time off the road
-2  yardsticks    the best laps and rewards known, and the hand-written driver
-3  summaries     numbers, tags and lines of text
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,17 +18,19 @@ import numpy as np
 
 from callbacks_lite import MANY_TRACKS
 from racer.game.bridge import BridgeError
-from racer.game.config import load_config
-from racer.game.rewards import REWARD_TERMS
-from racer.game.rules import DEFAULT_CONFIG, TICKS_PER_SECOND
-from racer.game.tracks import track_name
-from racer.view import telemetry
-from racer_env import RacerVectorEnv
+from racer.game.limit import limit_seconds
+from racer.game.observations import OBS_NAMES
+from racer.game.rules import TICKS_PER_SECOND
+from racer.game.sim import ARC_TOLERANCE
+from racer.game.tracks import TRACKS, load_track, track_name
+from racer.training.references import BEST_REWARD, is_default
+from racer.view.telemetry import LapTrace
+from racer_env import RacerEnv, RacerVectorEnv
 
-# == 1  Evaluation =====================================================================================================
+# == Episodes ==========================================================================================================
 
 
-class Lap(NamedTuple):
+class LapResult(NamedTuple):
     ticks: int
     end: int  # the step count at the line
     off_road: int  # ticks; a clean lap has none
@@ -45,165 +43,122 @@ class Episode:
 
     track: str
     from_grid: bool = True
-    rewards: list[float] = dataclasses.field(default_factory=list)
-    off_road: list[bool] = dataclasses.field(default_factory=list)
-    laps: list[Lap] = dataclasses.field(default_factory=list)
+    rewards: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0), compare=False)
+    off_road: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, bool), compare=False)
+    laps: list[LapResult] = dataclasses.field(default_factory=list)
     terminated: bool = False
-    extrapolated: bool = False  # its last laps were not driven, but repeat the one before
     trajectory: np.ndarray | None = dataclasses.field(default=None, compare=False)  # (ticks + 1, 7), with a render_mode
 
-    def finish_lap(self, ticks: int, flying: bool) -> None:
-        self.laps.append(Lap(ticks, len(self.rewards), sum(self.off_road[-ticks:]), flying))
+    @classmethod
+    def of(cls, track: str, from_grid: bool, rewards, off_road, lap_ticks, terminated: bool, trajectory) -> Episode:
+        """From columns by tick; lap_ticks: of the lap that a tick completed, or 0."""
+        episode = cls(track, from_grid, rewards, off_road, [], terminated, trajectory)
+        for end in np.flatnonzero(lap_ticks) + 1:
+            ticks = int(lap_ticks[end - 1])
+            flying = bool(episode.laps) or not from_grid
+            episode.laps.append(LapResult(ticks, int(end), int(off_road[end - ticks : end].sum()), flying))
+        return episode
 
-    def way(self, lap: Lap) -> np.ndarray:
-        """The part of the trajectory in which a lap was driven (ticks + 1, 7)."""
-        return self.trajectory[lap.end - lap.ticks : lap.end + 1]
+    @property
+    def reward(self) -> float:
+        return float(sum(self.rewards))
 
     @property
     def failed(self) -> bool:
-        """Without a lap, or terminated."""
+        """Terminated (it stood still), or without a lap."""
         return self.terminated or not self.laps
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the last two laps are the same. Lap times vary by a tick, since the line is crossed between ticks."""
-        if len(self.laps) < 3:  # the first one is not flying
-            return False
-        a, b = self.laps[-2:]
-        return abs(a.ticks - b.ticks) <= 1 and abs(a.off_road - b.off_road) <= 2
+    def lap_trajectory(self, lap: LapResult) -> np.ndarray:
+        """The part of the trajectory in which a lap was driven (ticks + 1, 7)."""
+        return self.trajectory[lap.end - lap.ticks : lap.end + 1]
 
-    def extrapolate(self, length: int) -> None:
-        """Fill the episode with its last lap."""
-        ticks, self.extrapolated = self.laps[-1].ticks, True
-        while len(self.rewards) < length:
-            self.rewards.append(self.rewards[-ticks])
-            self.off_road.append(self.off_road[-ticks])
-            if len(self.rewards) == self.laps[-1].end + ticks:
-                self.finish_lap(ticks, flying=True)
+    def lap_traces(self) -> list[LapTrace]:
+        """All its laps tick by tick; without one, the complete episode."""
+        traces = [LapTrace.of("", self.track, self.lap_trajectory(lap)) for lap in self.laps]
+        return traces or [LapTrace.of("", self.track, self.trajectory)]
+
+    def fastest(self) -> dict:
+        """The trajectory to look at: of the fastest lap; without one, of the complete episode."""
+        if not self.laps:
+            return {"track_id": self.track, "trajectory": self.trajectory}
+        return {"track_id": self.track, "trajectory": self.lap_trajectory(min(self.laps, key=lambda lap: lap.ticks))}
 
 
-def evaluate(
-    drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, complete: bool = True, failures: int = 0
-) -> list[Episode]:
-    """One episode of every car. drive: observations (N, 14) -> actions (N, 3)
+def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, failures: int = 0) -> list[Episode]:
+    """One complete episode of every car. drive: observations (N, 14) -> actions (N, 3)
 
-    Unless `complete`, the episode of a car that drives the same flying lap twice stops early: track and driver are
-    deterministic, so the rest of it is extrapolated, which is right to a tick per lap.
     If the bridge fails and comes back, the evaluation restarts, at most `envs.retries` times.
     """
     obs, _ = envs.reset(seed=seed)
-    faults, limit = envs.bridge_faults, envs.config["episode"]["maxSteps"]
-    episodes = [Episode(tracks[i % len(tracks)], envs.from_grid) for i in range(envs.num_envs)]
-    running = np.ones(envs.num_envs, bool)
+    faults, ticks, running = envs.bridge_faults, [], np.ones(envs.num_envs, bool)
+    lengths, dead, trajectories = np.zeros(envs.num_envs, np.intp), np.zeros(envs.num_envs, bool), {}
     while running.any():
         obs, rewards, terminated, truncated, infos = envs.step(drive(obs))
         if envs.bridge_faults > faults:
             if failures >= envs.retries:
                 raise BridgeError(f"the bridge failed {failures + 1} times in a row during an evaluation")
-            return evaluate(drive, envs, tracks, seed, complete, failures + 1)
-        off_road, ended, lap_ticks = envs.off_road, terminated | truncated, infos["lapTicks"]
-        for i in running.nonzero()[0]:
-            episode = episodes[i]
-            episode.rewards.append(float(rewards[i]))
-            episode.off_road.append(bool(off_road[i]))
-            if lap_ticks[i]:
-                episode.finish_lap(int(lap_ticks[i]), flying=bool(episode.laps) or not episode.from_grid)
-            repeats = bool(lap_ticks[i]) and not complete and episode.repeats
-            if ended[i] or repeats:
-                running[i], episode.terminated = False, bool(terminated[i])
-                episode.trajectory = envs.trajectory(i, last_episode=ended[i]) if envs.render_mode else None
-            if repeats and not ended[i]:
-                episode.extrapolate(limit)
-    return episodes
+            return evaluate(drive, envs, tracks, seed, failures + 1)
+        ticks.append((rewards, envs.off_road, infos["lapTicks"]))
+        lengths += running
+        ended = running & (terminated | truncated)
+        if ended.any():
+            dead, running = dead | (ended & terminated), running & ~ended
+            for i in np.flatnonzero(ended) if envs.render_mode else ():
+                trajectories[i] = envs.trajectory(i, last_episode=True)
+    columns = [np.stack(column, axis=1) for column in zip(*ticks, strict=True)]  # (N, T) each
+    return [
+        Episode.of(
+            tracks[i % len(tracks)], envs.from_grid, *(column[i, : lengths[i]] for column in columns), bool(dead[i]),
+            trajectories.get(i),
+        )
+        for i in range(envs.num_envs)
+    ]  # fmt: skip
+
+
+def drive_lap(name: str, drive: Callable, track_id: str) -> LapTrace:
+    """A driver's fastest lap in an episode from the grid on the embedded engine, or what it manages of one."""
+    with contextlib.closing(RacerVectorEnv(1, track_id, render_mode="rgb_array")) as envs:
+        (episode,) = evaluate(drive, envs, [track_id])
+    note = "from the standing start" if len(episode.laps) == 1 else ""
+    return LapTrace.of(name, track_id, episode.fastest()["trajectory"], note)
+
+
+TWIN_TICKS = 240
+
+
+def why_not_like_engine(track_id: str, config_path, bridge_url: str) -> str | None:
+    """Drive the same in the game and on the embedded engine, also into a wall. -> the first difference, None if there is none
+
+    If the game drives like the engine, evaluations cost no game time.
+    """
+    if track_id not in TRACKS:
+        return f"{track_id} is not known here"
+    engine = RacerEnv(track_id, config_path)
+    weight = max(1.0, abs(engine.config["weights"]["progress"]))
+    with contextlib.closing(RacerEnv(track_id, config_path, bridge_url)) as game:
+        for tick in range(TWIN_TICKS + 1):
+            action = [0.3 * math.sin(tick / 5), 1.0, 0.0]  # about straight on, and then along the wall
+            both = []
+            for env in (game, engine):
+                obs, *rest, info = env.step(action) if tick else env.reset()
+                both.append({**dict(zip(OBS_NAMES, obs, strict=True)), **info})
+                both[-1] |= dict(zip(("reward", "terminated", "truncated"), rest, strict=False))
+            a, b = both
+            for name in a:
+                tolerance = ARC_TOLERANCE * (weight if name in ("progress", "reward") else 1.0)
+                if not abs(float(a[name]) - float(b[name])) <= tolerance:
+                    return f"{name} on {track_id} is {a[name]:g} after {tick} ticks, {b[name]:g} on the embedded engine"
+            if b.get("terminated") or b.get("truncated"):  # short episodes
+                break
+    return None
 
 
 def score(episodes: list[Episode]) -> float:
     """What `best.pt` is the best of: the mean reward. Slow laps, leaving the road, walls and standing still all cost some."""
-    return float(np.mean([sum(episode.rewards) for episode in episodes]))
+    return float(np.mean([episode.reward for episode in episodes]))
 
 
-def laps_of(episode: Episode) -> list[telemetry.Lap]:
-    """The laps that were driven in an episode with a render_mode."""
-    driven = [lap for lap in episode.laps if lap.end < len(episode.trajectory)]  # the others are extrapolated
-    return [telemetry.Lap.of("", episode.track, episode.way(lap)) for lap in driven]
-
-
-def fastest_lap(episode: Episode) -> dict | None:
-    """The trajectory of the fastest lap (ticks + 1, 7), for a picture."""
-    if not episode.laps or episode.trajectory is None:
-        return None
-    lap = min(episode.laps, key=lambda lap: lap.ticks)
-    return {"track_id": episode.track, "trajectory": episode.way(lap)}
-
-
-def drive_lap(name: str, drive: Callable, track_id: str) -> telemetry.Lap:
-    """A driver's fastest lap on the embedded engine, or what it manages of one."""
-    with contextlib.closing(RacerVectorEnv(1, track_id, render_mode="rgb_array")) as envs:
-        (episode,) = evaluate(drive, envs, [track_id], complete=False)
-    way = (fastest_lap(episode) or {"trajectory": episode.trajectory})["trajectory"]
-    note = "" if not episode.laps or len(episode.laps) > 1 else "from the standing start"
-    return telemetry.Lap.of(name, track_id, way, note)
-
-
-@functools.lru_cache(maxsize=8)
-def hand_written_lap(track_id: str, gain: float, offset: float) -> telemetry.Lap:
-    """The lap of the hand-written driver's setting that earns most (`hand_written_settings`)."""
-    return drive_lap("hand-written", functools.partial(full_throttle, gain=gain, offset=offset), track_id)
-
-
-# == 2  Reference results ================================================================================================
-
-# The best flying laps known, in ticks: clean ones, which never leave the road, and laps that may leave it. Found by long training
-# and direct search; the actions that drive them are in racer/view/best-laps.
-BEST_LAP_TICKS = {
-    "clean": {"track-01": 385, "track-02": 946, "track-03": 1012},
-    "any": {"track-01": 326, "track-02": 892, "track-03": 904},
-}
-# The best rewards known for an episode from the grid with the default config, found and recorded in the same way.
-BEST_REWARD = {"track-01": 7.494, "track-02": 3.047, "track-03": 2.835}
-
-# The hand-written driver is measured at its best: by reward, of these 28 settings.
-GAINS, OFFSETS = (0.25, 0.4, 0.5, 0.7, 1.0, 1.4, 2.0), (-0.1, -0.03, 0.0, 0.03)
-HAND_WRITTEN = {  # reward, gain and offset of the best one with the default config; held by a test
-    "track-01": (7.2152, 0.4, 0.03), "track-02": (2.9787, 2.0, -0.1), "track-03": (2.7305, 0.25, 0.0),
-}  # fmt: skip
-
-
-def full_throttle(observations: np.ndarray, gain=1.0, offset=0.0) -> np.ndarray:
-    """The hand-written driver: full throttle, and steer to the side that has more room. (N, 14) -> (N, 3)"""
-    right, left = observations[:, 0:4].sum(1), observations[:, 5:9].sum(1)
-    steer = np.clip(gain * (right - left) + offset, -1, 1)
-    return np.stack([steer, np.ones(len(steer)), np.zeros(len(steer))], axis=1)
-
-
-def best_hand_written(tracks, config_path=None) -> dict[str, tuple[float, float, float]]:
-    """Drive all settings on every track from the grid. -> reward, gain and offset of the best one, by track"""
-    gain, offset = (np.repeat(values.ravel(), len(tracks)) for values in np.meshgrid(GAINS, OFFSETS))
-    with contextlib.closing(RacerVectorEnv(len(gain), list(tracks), config_path)) as envs:
-        obs, _ = envs.reset()
-        total, running = np.zeros(len(gain)), np.ones(len(gain), bool)
-        while running.any():
-            obs, rewards, terminated, truncated, _ = envs.step(full_throttle(obs, gain, offset))
-            total += running * rewards
-            running &= ~(terminated | truncated)
-    best = total.reshape(-1, len(tracks)).argmax(0) * len(tracks) + np.arange(len(tracks))
-    return {track: (total[i], gain[i], offset[i]) for track, i in zip(tracks, best, strict=True)}
-
-
-def hand_written_settings(tracks, config_path=None) -> dict[str, tuple[float, float, float]]:
-    """As `best_hand_written`, which takes some seconds for many tracks, but recorded where that is possible."""
-    recorded = HAND_WRITTEN if is_default(load_config(config_path)) else {}
-    unknown = [track for track in tracks if track not in recorded]
-    driven = best_hand_written(unknown, config_path) if unknown else {}
-    return {track: recorded[track] if track in recorded else tuple(map(float, driven[track])) for track in tracks}
-
-
-def is_default(config: dict) -> bool:
-    """Whether rewards are the game's own, so that they can be compared with recorded ones."""
-    return config == DEFAULT_CONFIG and not REWARD_TERMS
-
-
-# == 3  Summaries ======================================================================================================
+# == Summaries =========================================================================================================
 
 EVAL_TAGS = {  # tag in TensorBoard and metrics.csv: its name in summarize()
     "mean_reward": "mean_reward",
@@ -214,7 +169,7 @@ EVAL_TAGS = {  # tag in TensorBoard and metrics.csv: its name in summarize()
     "flying_lap_time_sec": "flying_lap_sec",
     "best_lap_time_sec": "best_lap_sec",
     "best_clean_lap_time_sec": "best_clean_lap_sec",
-    "percent_of_best_lap": "percent_of_best",
+    "percent_of_limit": "percent_of_limit",
     "percent_of_best_reward": "percent_of_best_reward",
     "percent_of_hand_written": "percent_of_hand_written",
 }
@@ -223,41 +178,47 @@ EVAL_TAGS = {  # tag in TensorBoard and metrics.csv: its name in summarize()
 def summarize(episodes: list[Episode], config: dict, hand_written: float | None = None) -> dict:
     """Several episodes on one track, from one kind of start. Times in seconds; None where there is no value.
 
-    hand_written: the reward of the hand-written driver's best setting, if it is known. `percent_of_best` compares the median
-    flying lap with the best one known: clean laps with the best clean lap, unless leaving the road costs nothing; then all
-    laps with the best of any kind. `percent_of_best_reward` compares rewards.
+    `percent_of_limit` compares the median flying lap with the limit (racer/game/limit.py), which binds clean laps only:
+    `cutting` says that the median lap was not clean. hand_written: the reward of the hand-written driver's best setting
     """
     track, laps = episodes[0].track, [lap for episode in episodes for lap in episode.laps]
-    kind = "clean" if config["weights"]["offTrackPenalty"] < 0 else "any"
-    best_lap = BEST_LAP_TICKS[kind].get(track)
-    comparable = [lap.ticks for lap in laps if lap.flying and (kind == "any" or not lap.off_road)]
-    best_reward = BEST_REWARD.get(track) if is_default(config) and episodes[0].from_grid else None
+    reward, best_reward = score(episodes), None
+    if is_default(config) and episodes[0].from_grid:
+        best_reward = BEST_REWARD.get(track)
+    flying = sorted((lap for lap in laps if lap.flying), key=lambda lap: lap.ticks)
+    middle = flying[(len(flying) - 1) // 2 : len(flying) // 2 + 1]  # one, or two whose mean is the median
     seconds = {
         "first": [lap.ticks / TICKS_PER_SECOND for lap in laps if not lap.flying],
-        "flying": [lap.ticks / TICKS_PER_SECOND for lap in laps if lap.flying],
+        "flying": [lap.ticks / TICKS_PER_SECOND for lap in flying],
         "clean": [lap.ticks / TICKS_PER_SECOND for lap in laps if not lap.off_road],
     }
-    every = seconds["first"] + seconds["flying"]
+    every, median = seconds["first"] + seconds["flying"], float(np.median(seconds["flying"])) if flying else None
     return {
         "track": track_name(track),
         "episodes": len(episodes),
         "failures": sum(e.failed for e in episodes),
         "completion_rate": float(np.mean([bool(e.laps) for e in episodes])),
-        "mean_reward": score(episodes),
+        "mean_reward": reward,
         "mean_length": float(np.mean([len(e.rewards) for e in episodes])),
-        "off_road_share": float(np.mean([tick for e in episodes for tick in e.off_road])),
+        "off_road_share": float(np.mean(np.concatenate([e.off_road for e in episodes]))),
         "laps": len(laps),
         "clean_laps": len(seconds["clean"]),
         "mean_lap_sec": float(np.mean(every)) if every else None,
         "best_lap_sec": min(every, default=None),
         "best_clean_lap_sec": min(seconds["clean"], default=None),
         "first_lap_sec": float(np.mean(seconds["first"])) if seconds["first"] else None,
-        "flying_lap_sec": float(np.median(seconds["flying"])) if seconds["flying"] else None,
-        "flying_spread_sec": max(seconds["flying"]) - min(seconds["flying"]) if seconds["flying"] else None,
-        "percent_of_best": 100 * best_lap / float(np.median(comparable)) if comparable and best_lap else None,
-        "percent_of_best_reward": 100 * score(episodes) / best_reward if best_reward else None,
-        "percent_of_hand_written": 100 * score(episodes) / hand_written if (hand_written or 0) > 0 else None,
+        "flying_lap_sec": median,
+        "flying_spread_sec": max(seconds["flying"]) - min(seconds["flying"]) if flying else None,
+        "percent_of_limit": 100 * limit_seconds(load_track(track)) / median if flying and has_shape(track) else None,
+        "cutting": any(lap.off_road for lap in middle),
+        "percent_of_best_reward": 100 * reward / best_reward if best_reward and reward > 0 else None,
+        "percent_of_hand_written": 100 * reward / hand_written if (hand_written or 0) > 0 and reward > 0 else None,
     }
+
+
+def has_shape(track: str) -> bool:
+    """Whether the track is known here. (A bridge may have others.)"""
+    return track in TRACKS or track.startswith("random-") or track.lower().endswith(".json")
 
 
 def eval_metrics(results: list[dict]) -> dict[str, float]:
@@ -273,33 +234,47 @@ def eval_metrics(results: list[dict]) -> dict[str, float]:
     return metrics
 
 
+def show_percent_of_limit(result: dict) -> str:
+    """As text. The limit binds clean laps only, so a lap that is not clean says so."""
+    if result["percent_of_limit"] is None:
+        return ""
+    return f"{result['percent_of_limit']:.1f} %{', cutting' if result['cutting'] else ' of the limit'}"
+
+
 def describe(result: dict) -> str:
-    """A summary as a line of text."""
-    lap, best_lap = result["flying_lap_sec"], result["percent_of_best"]
-    best_reward = result["percent_of_best_reward"]
+    """A summary as a line of at most 80 columns."""
+    percent, lap = show_percent_of_limit(result), result["flying_lap_sec"]
     text = f"{result['track']}: "
-    if result["episodes"] > 1:
-        text += f"{result['episodes']} episodes, {result['failures']} failures, "
-    text += "no flying lap" if lap is None else f"flying lap {lap:.3f} s"
-    text += "" if best_lap is None else f" ({best_lap:.1f} % of the best known)"
-    shares = (best_reward, "the best known"), (result["percent_of_hand_written"], "the best hand-written")
-    shares = ", ".join(f"{share:.1f} % of {what}" for share, what in shares if share is not None and share > 0)
-    text += f", reward {result['mean_reward']:.3f}" + (f" ({shares})" if shares else "")
-    return f"{text}, {result['clean_laps']} of {result['laps']} laps clean, off the road {100 * result['off_road_share']:.1f} %"
+    text += "no flying lap" if lap is None else f"flying lap {lap:.3f} s" + (f" ({percent})" if percent else "")
+    text += f", reward {result['mean_reward']:.3f}, "
+    if result["off_road_share"] > 0:
+        return f"{text}{100 * result['off_road_share']:.1f} % off road"
+    return f"{text}{result['clean_laps']} of {result['laps']} clean"
 
 
 def describe_all(results: list[dict]) -> str:
-    """Several tracks as one line of text."""
-    failures, count = (sum(result[name] for result in results) for name in ("failures", "episodes"))
+    """Several tracks as a line of at most 80 columns."""
     reward, off_road = (np.mean([result[name] for result in results]) for name in ("mean_reward", "off_road_share"))
-    text = f"{len(results)} tracks: {count} episodes, {failures} failures, reward {reward:.3f}"
-    shares = {r["track"]: r["percent_of_hand_written"] for r in results if r["percent_of_hand_written"] is not None}
-    if shares:
-        worst = min(shares, key=shares.get)
-        text += (
-            f", {np.mean([*shares.values()]):.1f} % of the best hand-written (worst {shares[worst]:.1f} % on {worst})"
-        )
-    return f"{text}, off the road {100 * off_road:.1f} %"
+    clean = {r["track"]: r["percent_of_limit"] for r in results if r["percent_of_limit"] and not r["cutting"]}
+    text = f"{len(results)} tracks: "
+    if clean:
+        worst = min(clean, key=clean.get)
+        text += f"{np.median([*clean.values()]):.1f} % of the limit, {clean[worst]:.1f} % on {worst}, "
+    return f"{text}reward {reward:.3f}, {100 * off_road:.1f} % off road"
+
+
+def describe_more(results: list[dict]) -> list[str]:
+    """What an evaluation after training says besides: failures, and the hand-written driver. Lines of at most 80 columns."""
+    lines = []
+    failures, count = (sum(result[name] for result in results) for name in ("failures", "episodes"))
+    if count > len(results):
+        lines.append(f"{failures} of {count} episodes failed (stood still, or without a lap)")
+    percents = {r["track"]: r["percent_of_hand_written"] for r in results if r["percent_of_hand_written"]}
+    if percents:
+        worst = min(percents, key=percents.get)
+        text = f"{np.mean([*percents.values()]):.1f} % of the reward of the best hand-written driver"
+        lines.append(text + (f", {percents[worst]:.1f} % on {worst}" if len(percents) > 1 else ""))
+    return lines
 
 
 def lines_of(results: list[dict]) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from racer.game.bridge import CONNECT_TIMEOUT_S, LONGEST_PAUSE_S, BridgeError
+from racer.game.checks import UserError
 from racer.training.terminal import print_safely
 
 ANSWER_TIMEOUT_S = 45.0  # a process that has not answered for this long is considered dead
@@ -55,7 +56,7 @@ def init_processes() -> None:
     env, timeout = os.environ, timedelta(seconds=ANSWER_TIMEOUT_S)
     if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]:
         found = f"WORLD_SIZE is {world_size()}, but {', '.join(missing)} is not set"
-        raise ValueError(f"{found}; start several processes with torchrun, or unset WORLD_SIZE")
+        raise UserError(f"{found}; start several processes with torchrun, or unset WORLD_SIZE")
     is_master = rank() == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     with _others_must_answer():
@@ -135,7 +136,7 @@ def broadcast_from_rank0(function: Callable, *arguments):
 def _result_or_error(function: Callable, *arguments, **named):
     try:
         return function(*arguments, **named)
-    except (BridgeError, ValueError, OSError) as error:
+    except (BridgeError, UserError, OSError) as error:
         return error
 
 
@@ -151,9 +152,9 @@ def average_gradients(optimizer: torch.optim.Optimizer) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
-def make_generator(seed: int) -> torch.Generator:
-    """A random number generator for this process."""
-    return torch.Generator().manual_seed(seed + RANK_SEED_STRIDE * rank())
+def process_seed(seed: int) -> int:
+    """The random seed of this process, of a run with this one."""
+    return seed + RANK_SEED_STRIDE * rank()
 
 
 def exit_process(code: int, wait_for_others: bool = False) -> None:

@@ -1,228 +1,222 @@
-"""One training run, new or resumed: it evaluates, logs, saves, stops and reports, while the trainer drives and learns.
-
-    with Run("ppo", args, envs, parts) as run:      # --resume: the parts are as they were
-        while not run.done:
-            ...                                     # one iteration: drive and learn
-            run.advance(steps, metrics)
-            if run.due(args.eval_every):
-                run.evaluate(agent.drive)           # the best driver so far is saved as best.pt
-            run.log()
-            if run.due(args.checkpoint_every) or run.stopped:
-                run.save("checkpoint.pt")
-        return run.report()
-
-What a checkpoint holds, and what a part is, stands in checkpoints.py.
-"""
+"""One training run, new or resumed: what happens around learning. `Run` is all of it that a trainer sees."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import json
 import math
 import shlex
 import signal
 import time
-from collections.abc import Callable
+import warnings
 
 import numpy as np
 import torch
 
-from callbacks_lite import MANY_TRACKS, MetricsLogger
-from racer.game.bridge import BridgeError, retry_pause_s
+from callbacks_lite import MANY_TRACKS, MetricsLogger, RaceStats
+from racer.game.bridge import BridgeError, GameRefusal, retry_pause_s
+from racer.game.checks import UserError
 from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import track_name
 from racer.training.checkpoints import (
-    CHECKPOINT_FORMAT, like, load_checkpoint, make_run_folder, must_fit, network_settings, plain_settings, provenance,
-    resumed_folder, write_checkpoint,
+    CHECKPOINT_FORMAT, args_to_json, check_resumed, load_checkpoint, lock_folder, make_run_folder, mismatch_as_error,
+    network_settings, provenance, restore_components, resumed_folder, save_components, to_numpy_like, trainer_file, write_checkpoint,
 )  # fmt: skip
-from racer.training.gallery import draw_best
-from racer.training.evaluation import (
-    eval_metrics, evaluate, fastest_lap, hand_written_settings, lines_of, score, summarize,
+from racer.training.evaluation import EVAL_TAGS, eval_metrics, evaluate, lines_of, score, summarize, why_not_like_engine
+from racer.training.processes import (  # trainers take the collective functions from here
+    ProcessError, SharedError, all_gather, broadcast_from_rank0, extend_timeout, gather_on_rank0, process_seed,
+    rank, remember, run_on_all, world_size,
 )  # fmt: skip
-from racer.training.processes import (
-    ProcessError, SharedError, all_gather, broadcast_from_rank0, gather_on_rank0, rank, remember, run_on_all, world_size,
+from racer.training.references import best_known_lap, limit_lap
+from racer.training.terminal import (
+    Clock, ProgressLine, TrainingDiverged, print_safely, quote, resume_command, warn,
 )  # fmt: skip
-from racer.training.report import how_to_resume, report
-from racer.training.terminal import Clock, ProgressLine, print_safely, warn
-from racer.training.twin import difference_from_engine
+from racer.view.telemetry import LapTrace, Race, save_laps
 from racer_env import RacerVectorEnv
 
-MAY_CHANGE = (  # when a run is resumed
-    *("total_timesteps", "game", "bridges", "bridge_url", "bridge_retries", "resume"),
-    *("eval_every", "checkpoint_every", "tensorboard", "save_buffer"),
-)
+FEW_UPDATES = 50  # fewer in a whole run are too few to learn from
 
 
 class Run:
-    """`parts` names everything that a checkpoint holds beside settings and counts; "agent", "scaler" and "stats" must be among
-    them. Saving and restoring read the same dict. Parts named in `unsaved` are restored if a checkpoint has them, but not saved.
+    """A training run in this process, or this process's share of it.
+
+        with Run("ppo", args) as run:          # starts the game's bridges; later ends them, closes everything, explains errors
+            envs = RacerVectorEnv(run.num_envs, args.tracks, ..., run.bridge_urls, first_car=run.first_car)
+            ...
+            run.begin(envs, agent=agent, optimizer=optimizer, scaler=scaler, generator=generator)
+            while not run.done:                # finished, or stopped by Ctrl+C or SIGTERM
+                ...                            # drive and learn; run.stats takes the infos of every step, run.clock the time
+                run.step(steps, metrics)
+            return run.report()
+
+    `begin` takes the components of a checkpoint (checkpoints.py says what one is; "agent" and "scaler" must be among them). It
+    resets the cars and makes the run folder, or restores all as it was saved (--resume). `step` ends an iteration: it stops a run
+    that has diverged, counts, evaluates the driver, writes a row of metrics and checkpoints, each when due, and notices signals.
+    `report` gives the summary. `num_envs`, `first_car`, `bridge_urls` and `seed` are this process's share.
 
     Ctrl+C and SIGTERM ask for an orderly end: the iteration is finished and a checkpoint written. In a run of one process, a
     second signal ends it at once.
     """
 
-    def __init__(self, algorithm: str, args, envs: RacerVectorEnv, parts: dict, unsaved: tuple[str, ...] = ()):
-        self.algorithm, self.args, self.envs, self.parts, self.unsaved = algorithm, args, envs, parts, unsaved
-        self.eval_envs: RacerVectorEnv | None = None
-        self.logger: MetricsLogger | None = None
-        self._handlers: dict = {}
-        self.stats, self.clock = parts["stats"], Clock()
+    def __init__(self, algorithm: str, args):
+        self.algorithm, self.args, self.stats, self.clock = algorithm, args, None, Clock()
+        self.processes, self.seed = world_size(), process_seed(args.seed)
+        self.envs = self.eval_envs = self.logger = self._lock = None
+        self._threads = torch.get_num_threads()
+        self.components: dict = {}
+        self.unsaved: tuple[str, ...] = ()
         self.steps = self._steps_before = 0
         self.best = {"score": -math.inf, "step": 0, "results": [], "laps": []}
-        self.first_laps: dict[str, dict] = {}  # by track: the fastest lap of the first evaluation with one
+        self.first_laps: dict[str, dict] = {}  # by track: the fastest lap of the first evaluation
+        self.latest_laps: list[dict] = []  # and those of the latest one
         self.start_results: list[dict] = []  # with --start-from: what the first driver reached
-        self.hand_written: dict[str, tuple] = {}  # the reward of its best setting by track, and that setting
         self.metrics: dict[str, float] = {}
         self.saved = True
         self.stopped: int | None = None  # the signal that stops all processes
         self._signal: int | None = None  # the signal that this process has received
+        self._handlers: dict = {}
         self.seconds_before, self._began = 0.0, time.perf_counter()
 
     # -- the beginning -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
+        args, size, place = self.args, self.processes, rank()
+        self.num_envs, tracks = args.num_envs // size, args.tracks
+        self.first_car = place * self.num_envs
+        if args.num_envs % size or self.num_envs < len(tracks):
+            needed = f"a multiple of the number of processes ({size}), and give each a car on every track ({len(tracks)})"
+            raise UserError(f"--num-envs is {args.num_envs}; it must be {needed}")
+        if len(tracks) > 1 and len({track_name(track) for track in tracks}) < len(tracks):
+            raise UserError(f"--track-id is {' '.join(tracks)}; the tracks must have different names")
+        if len(tracks) > MANY_TRACKS and not args.resume:
+            broadcast_from_rank0(print_safely, f"building the tables of {len(tracks)} tracks, about 0.2 s each")
+        extend_timeout(args.bridge_retries)  # starting bridges takes a while, too
+        torch.set_num_threads(1)  # networks this small gain nothing from more
         try:
-            self._begin()
+            self.urls = broadcast_from_rank0(self._start_bridges)
         except BaseException:
             self._close()
             raise
+        own = self.urls[place::size] or self.urls[place % max(len(self.urls), 1) :][:1]
+        self.bridge_urls = list(own) or None
         return self
 
-    def _begin(self) -> None:
-        args, note = self.args, ""
-        self._difference = broadcast_from_rank0(self._difference_from_engine)
+    def _start_bridges(self) -> tuple[str, ...]:
+        if not self.args.game:
+            return self.args.bridge_url
+        from racer.game.launcher import start_bridges
+
+        return start_bridges(self.args.game, min(self.args.bridges, self.args.num_envs))
+
+    def begin(self, envs: RacerVectorEnv, unsaved: tuple[str, ...] = (), **components) -> None:
+        """Start, or continue where the checkpoint of --resume was saved. Components named in `unsaved` are restored if a
+        checkpoint has them, but not saved."""
+        args = self.args
+        self.envs, self.unsaved = envs, unsaved
+        self.stats = RaceStats(envs.track_ids, envs.config["episode"]["maxSteps"])
+        self.components = {**components, "envs": envs, "stats": self.stats}
+        self.agent, self.scaler = components["agent"], components["scaler"]
+        all_gather(None)  # the first thing that all processes do together: an error in one, so far, is known to all
+        self._difference = broadcast_from_rank0(self._why_not_like_engine)
         if args.resume is not None:
-            self._restore(broadcast_from_rank0(self._load_resumed))
-            self.folder, note = broadcast_from_rank0(resumed_folder, args.resume, self.steps)
+            self.folder = broadcast_from_rank0(resumed_folder, args.resume)
+            broadcast_from_rank0(self._lock_folder)
+            self._restore(broadcast_from_rank0(load_checkpoint, args.resume, self.algorithm))
         else:
+            run_on_all(envs.reset, seed=args.seed)
             if args.start_from is not None:
-                self._load_networks(broadcast_from_rank0(load_checkpoint, args.start_from, self.algorithm, "best.pt"))
+                self._start_from(broadcast_from_rank0(load_checkpoint, args.start_from, self.algorithm, "best.pt"))
             self.folder = broadcast_from_rank0(make_run_folder, self.algorithm, args)
-        for part in self.parts.values():
+            broadcast_from_rank0(self._lock_folder)
+        for part in self.components.values():
             if isinstance(part, torch.nn.Module):  # machines of different kinds may round differently
                 part.load_state_dict(broadcast_from_rank0(part.state_dict))
-        if not self._difference:  # each process drives its share of the tracks
-            own = run_on_all(hand_written_settings, args.tracks[rank() :: world_size()], args.config_path)
-            self.hand_written = {track: reward for part in all_gather(own) for track, reward in part.items()}
-        broadcast_from_rank0(self._open, note)
+        broadcast_from_rank0(self._open)
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # not in the main thread: somebody else handles signals
                 self._handlers[number] = signal.signal(number, self._on_signal)
         if args.start_from is not None and args.resume is None:
-            self.evaluate(self.parts["agent"].drive)
+            self._evaluate()
             self.start_results = self.best["results"]
             if rank() == 0:
                 self.logger.dump(0)
 
-    def _difference_from_engine(self) -> str:
+    def _why_not_like_engine(self) -> str:
         """Why evaluations have to run in the real game; "" if the embedded engine drives like it."""
-        args, url = self.args, self.args.urls[:1]
+        args = self.args
         for attempt in range(args.bridge_retries + 1):
             try:
-                found = (difference_from_engine(track, args.config_path, url[0]) for track in args.tracks if url)
+                found = (why_not_like_engine(track, args.config_path, self.urls[0]) for track in args.tracks if self.urls)
                 return next((text for text in found if text), "")
-            except BridgeError:
-                if attempt == args.bridge_retries:
+            except BridgeError as error:
+                if attempt == args.bridge_retries or isinstance(error, GameRefusal):
                     raise
                 time.sleep(retry_pause_s(attempt))
 
-    def _load_networks(self, checkpoint: dict) -> None:
-        """--start-from: the networks, and the scale of rewards that their critics have learned."""
-        agent = self.parts["agent"]
-        for name in network_settings(type(agent)):
-            old = checkpoint["args"].get(name)
-            new = getattr(self.args, name, old)
-            if old is not None and old != new:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"{flag} is {new}, but the networks of --start-from have {old}, and that cannot change"
-                )
-        with must_fit():
-            agent.load_state_dict(checkpoint["parts"]["agent"])
-            scaler = self.parts["scaler"]
-            scaler.merge_states([like(state, scaler.get_state()) for state in checkpoint["parts"]["scaler"]])
+    def _lock_folder(self) -> None:
+        self._lock = lock_folder(self.folder)
 
-    def _load_resumed(self) -> dict:
-        """The checkpoint to resume. ValueError if the settings are not those that the run began with."""
-        args = self.args
-        checkpoint = load_checkpoint(args.resume, self.algorithm)
-        before = plain_settings(type(args)()) | checkpoint["args"]
-        now = plain_settings(args)
-        for field in dataclasses.fields(args):
-            old, new = before.get(field.name), now.get(field.name)
-            if new != old and field.name not in MAY_CHANGE:
-                flag = f"--{field.name.replace('_', '-')}"
-                raise ValueError(f"{flag} is {new}, but the run to resume has {old}, and that cannot change")
-        if checkpoint["config"] != self.envs.config:
-            raise ValueError(
-                f"the rewards or limits in {args.config_path} are not those that the run began with "
-                f"({json.dumps(checkpoint['config'])}); restore them, or start a new run"
-            )
-        before, now = checkpoint.get("reward_terms", []), sorted(REWARD_TERMS)
-        if before != now:
-            raise ValueError(f"the run has the reward terms {before} (REWARD_TERMS), this program has {now}")
-        return checkpoint
+    def _start_from(self, checkpoint: dict) -> None:
+        """--start-from: the networks, and the scale of rewards that their critics have learned."""
+        for name in network_settings(type(self.agent)):
+            old = checkpoint["args"].get(name)
+            if old is not None and (new := getattr(self.args, name, old)) != old:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} is {new}, but the networks of --start-from have {old}, and that cannot change")
+        with mismatch_as_error():
+            self.agent.load_state_dict(checkpoint["parts"]["agent"])
+            own = self.scaler.get_state()
+            self.scaler.merge_states([to_numpy_like(state, own) for state in checkpoint["parts"]["scaler"]])
 
     def _restore(self, checkpoint: dict) -> None:
-        notes = []
-        with must_fit():
-            saved, processes = checkpoint["parts"], len(checkpoint["parts"]["stats"])
-            same_processes = processes == world_size()
-            cars_continue = same_processes and saved["envs"][0] and self.envs.get_state()  # the real game has no state
-            for name, part in self.parts.items():
-                if name not in saved:
-                    notes.append(f"the checkpoint has no {name}: it starts empty, and the run is not bit-exact")
-                elif hasattr(part, "load_state_dict"):
-                    part.load_state_dict(saved[name])
-                elif cars_continue or (same_processes and part is not self.envs):
-                    part.set_state(like(saved[name][rank()], part.get_state()))
-                elif hasattr(part, "merge_states"):
-                    part.merge_states([like(state, part.get_state()) for state in saved[name]])
-            run = checkpoint["run"]
+        check_resumed(checkpoint, self.args, self.envs.config)
+        run = checkpoint["run"]
+        with mismatch_as_error():
+            cars_continue, notes = restore_components(self.components, checkpoint["parts"])
             self.steps, self.seconds_before, self.best = run["steps"], run["seconds_before"], run["best"]
-            self.start_results, self.first_laps = run.get("start_results", []), run.get("first_laps", {})
-            for lap in (*self.best["laps"], *self.first_laps.values()):
-                lap["trajectory"] = lap["trajectory"].numpy()
-        if not same_processes:
-            change = f"{world_size()} instead of {processes} processes"
-            notes.append(f"resuming with {change}: all cars begin new episodes, and the run is not bit-exact")
-        elif not cars_continue:
-            notes.append("all cars begin new episodes, since the state of the real game cannot be saved")
-        for text in notes:
-            broadcast_from_rank0(print_safely, text)
         if not cars_continue:
             run_on_all(self.envs.reset, seed=self.args.seed + self.steps)
-            for part in self.parts.values():
+            for part in self.components.values():
                 if hasattr(part, "on_reset"):
                     part.on_reset()
+        for text in notes:
+            broadcast_from_rank0(print_safely, text)
+        self.start_results, self.first_laps = run.get("start_results", []), run.get("first_laps", {})
+        for result in (*self.best["results"], *self.start_results):  # of a version that had fewer numbers
+            result |= dict.fromkeys((*EVAL_TAGS.values(), "cutting")) | result
+        moved = dict(zip(checkpoint["args"].get("track_id", ()), self.args.tracks, strict=False))
+        for lap in (*self.best["laps"], *self.first_laps.values()):
+            lap["trajectory"] = lap["trajectory"].numpy()
+            lap["track_id"] = moved.get(lap["track_id"], lap["track_id"])
+        self.first_laps = {lap["track_id"]: lap for lap in self.first_laps.values()}
 
-    def _open(self, note: str) -> None:
+    def _open(self) -> None:
         """In process 0: what evaluates, logs and shows."""
-        args, difference, url = self.args, self._difference, self.args.urls[:1]
+        args, url = self.args, self.urls[:1]
         self.eval_envs = RacerVectorEnv(
-            len(args.tracks), args.tracks, args.config_path, url if difference else None,
-            render_mode=None if difference else "rgb_array", retries=args.bridge_retries,  # the engine draws
+            len(args.tracks), args.tracks, args.config_path, list(url) if self._difference else None,
+            render_mode=None if self._difference else "rgb_array", retries=args.bridge_retries,  # the engine draws
         )  # fmt: skip
-        self.logger = MetricsLogger(self.folder, self.steps if args.resume else None, tensorboard=args.tensorboard)
-        made_by = provenance()
-        settings = {"command": shlex.join(made_by["command"]), "commit": made_by["commit"], **plain_settings(args)}
-        rows = [f"| {name} | {value} |" for name, value in settings.items()]
-        self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *rows]))
+        made_by, settings = provenance(), args_to_json(args)
+        about = {"command": shlex.join(made_by["command"]), "commit": made_by["commit"], **settings}
+        self.logger = MetricsLogger(self.folder, self.steps if args.resume else None, args.tensorboard, args.wandb, about)
+        self.logger.text("hyperparameters", "\n".join(["| | |", "|-|-|", *(f"| {k} | {v} |" for k, v in about.items())]))
         self.terminal = ProgressLine(args.total_timesteps, self.steps)
         names = [track_name(track) for track in args.tracks]
         text = f"{self.folder}: {args.num_envs} cars on "
         text += ", ".join(names) if len(names) <= MANY_TRACKS else f"{len(names)} tracks"
-        text += f" in the game at {', '.join(args.urls)}" if url else ""
-        text += f", {world_size()} processes" if world_size() > 1 else ""
-        if url:
-            text += "; evaluated " + (f"in the game, since {difference}" if difference else "on the embedded engine")
+        text += f", {self.processes} processes" if self.processes > 1 else ""
         text += f", resuming from step {self.steps:,}" if args.resume else ""
-        self.terminal.print(text + note)
+        self.terminal.print(text)
+        if url:
+            where = f"in the game, since {self._difference}" if self._difference else "on the embedded engine"
+            self.terminal.print(f"driving in the game at {', '.join(self.urls)}; evaluated {where}")
+        if (updates := args.total_timesteps // args.steps_per_update) < FEW_UPDATES:
+            few = f"only {updates} updates of {args.steps_per_update:,} steps each, too few to learn"
+            self.terminal.print(f"{few}: more --total-timesteps or fewer --num-envs")
 
     def _on_signal(self, number, _frame) -> None:
-        if self._signal == number and world_size() == 1:
+        if self._signal is not None and self.processes == 1:
             raise KeyboardInterrupt
         if self._signal is None and rank() == 0:
             warn("\nstopping: finishing this iteration, then saving")
@@ -244,7 +238,7 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """The share of the run that is done, from 0 to 1."""
+        """The fraction of the run that is done, from 0 to 1."""
         return min(self.steps / self.args.total_timesteps, 1.0)
 
     @property
@@ -252,60 +246,98 @@ class Run:
         """How long the run has taken, all sessions together."""
         return self.seconds_before + time.perf_counter() - self._began
 
-    def due(self, every: int) -> bool:
-        """Whether the last iteration passed a multiple of `every` steps, or was the last."""
-        return self.finished or self.steps // every > self._steps_before // every
+    def check(self, metrics: dict[str, float]) -> None:
+        """Training that has diverged ends here, before it reaches a checkpoint or the cars."""
+        wrong = [f"{name} has become {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        for name, part in self.components.items():
+            if isinstance(part, torch.nn.Module):
+                weights = torch.nn.utils.parameters_to_vector(part.parameters())
+                wrong += [] if weights.isfinite().all() else [f"weights of the {name} have become infinite or NaN"]
+        if wrong:
+            advice = "Training diverged; start again with a smaller --learning-rate"
+            raise TrainingDiverged(f"{wrong[0]} after step {self.steps:,}. {advice}")
 
-    def advance(self, steps: int, metrics: dict[str, float]) -> None:
-        """After an iteration: count its steps and take its metrics, in all processes."""
+    def step(self, steps: int, metrics: dict[str, float]) -> None:
+        """End an iteration that took so many steps of all cars together."""
         self.check(metrics)
         self._steps_before, self.steps, self.metrics = self.steps, self.steps + steps, metrics
         rollouts = gather_on_rank0(self.stats.take())
         if rank() == 0:
             self.stats.log(self.logger, rollouts)
+        if self._due(self.args.eval_every):
+            self._evaluate()
+        self._log()
+        if self._due(self.args.checkpoint_every) or self.stopped:
+            self._save("checkpoint.pt")
 
-    def check(self, metrics: dict[str, float]) -> None:
-        """Training that has diverged ends here, before it reaches a checkpoint or the cars."""
-        wrong = [f"{name} has become {value}" for name, value in metrics.items() if not math.isfinite(value)]
-        for name, part in self.parts.items():
-            if isinstance(part, torch.nn.Module):
-                weights = torch.nn.utils.parameters_to_vector(part.parameters())
-                wrong += [] if weights.isfinite().all() else [f"weights of the {name} have become infinite or NaN"]
-        if wrong:
-            raise FloatingPointError(f"{wrong[0]} after step {self.steps:,}")
+    def _due(self, every: int) -> bool:
+        """Whether the last iteration passed a multiple of `every` steps, or was the last."""
+        return self.finished or self.steps // every > self._steps_before // every
 
-    def evaluate(self, drive: Callable) -> None:
+    def _evaluate(self) -> None:
         """A deterministic episode per track from the grid. The best driver so far is saved as best.pt."""
         with self.clock("evaluation"):
-            better = broadcast_from_rank0(self._evaluate, drive)
-        if better is not None:
+            better, self.latest_laps = broadcast_from_rank0(self._drive_episodes)
+        if better:
             before, self.best = self.best, better
-            if not self.save("best.pt"):
+            if not self._save("best.pt"):
                 self.best = before
-            elif rank() == 0:
-                draw_best(self)
+        if rank() == 0 and self.args.pictures and self.best["laps"]:
+            self._show(improved=bool(better))
 
-    def _evaluate(self, drive: Callable) -> dict | None:
-        episodes = evaluate(drive, self.eval_envs, self.args.tracks, complete=self.finished)
-        results, reward = self.summarize(episodes), score(episodes)
+    def _drive_episodes(self) -> tuple[dict | None, list[dict]]:
+        """-> what to say of the driver if it is the best so far, and its fastest laps"""
+        episodes = evaluate(self.agent.drive, self.eval_envs, self.args.tracks)
+        results, reward = [summarize([episode], self.eval_envs.config) for episode in episodes], score(episodes)
         for name, value in eval_metrics(results).items():
             self.logger.record(name, value)
         for line in lines_of(results):
-            self.terminal.print(f"{self.steps:>11,} steps  {self.seconds:5.1f} s  {line}")
-        laps = [lap for episode in episodes[:MANY_TRACKS] if (lap := fastest_lap(episode))]
+            self.terminal.print(f"{self.steps:>11,}  {self.seconds:6.1f} s  {line}")
+        laps = [episode.fastest() for episode in episodes[:MANY_TRACKS] if episode.trajectory is not None]
         for lap in laps:
             self.first_laps.setdefault(lap["track_id"], {"step": self.steps, **lap})
         if reward <= self.best["score"]:
-            return None
-        extrapolated = any(episode.extrapolated for episode in episodes)
-        return {
-            "score": reward, "step": self.steps, "results": results, "laps": laps, "extrapolated": extrapolated,
-        }  # fmt: skip
+            return None, laps
+        return {"score": reward, "step": self.steps, "results": results, "laps": laps}, laps
 
-    def summarize(self, episodes) -> list[dict]:
-        return [summarize([e], self.eval_envs.config, self.hand_written.get(e.track, [None])[0]) for e in episodes]
+    def _show(self, improved: bool = False, finished: bool = False) -> None:
+        """race.html, with the best driver so far; its picture, if it is new; at the end a replay and telemetry, too.
 
-    def log(self) -> None:
+        Errors only warn: no Pillow, a full disk.
+        """
+        try:
+            with self.clock("pictures"):
+                from racer.view.page import race_page
+                from racer.view.pictures import draw_laps, save_picture
+
+                races = [self._race(best, lap) for best, lap in zip(self.best["laps"], self.latest_laps, strict=True)]
+                (self.folder / "race.html").write_text(race_page(self.folder.name, races), encoding="utf-8")
+                for race in races if improved or finished else ():
+                    name = track_name(race.track_id)
+                    tag, suffix = ("", "") if len(self.args.tracks) == 1 else (f"{name}/", f"-{name}")
+                    thin = [] if race.laps[1].name == "limit" else [limit_lap(race.track_id)]
+                    picture = draw_laps([*race.laps[:2], *thin], replay=finished)
+                    if finished:
+                        self.logger.animation(f"eval/{tag}replay", picture, self.steps)
+                        (self.folder / f"replay{suffix}.gif").write_bytes(picture)
+                        save_laps(self.folder / f"lap-{name}.csv", race.laps[:1])
+                    else:
+                        self.logger.image(f"eval/{tag}racing_line", picture, self.steps)
+                        save_picture(self.folder / f"racing_line{suffix}.png", picture)
+        except Exception as error:
+            warnings.warn(f"no picture of the best lap ({error!r}); training continues", stacklevel=2)
+
+    def _race(self, best: dict, latest: dict) -> Race:
+        """The best driver so far, the best lap known or the limit, and the run's first and latest evaluations."""
+        track, step, first = best["track_id"], self.best["step"], self.first_laps[best["track_id"]]
+        laps = [LapTrace.of("this run", **best, note=f"step {step:,}"), best_known_lap(track) or limit_lap(track)]
+        if first["step"] < step:
+            laps.append(LapTrace.of("first evaluation", track, first["trajectory"], f"step {first['step']:,}"))
+        if self.steps > step:
+            laps.append(LapTrace.of("latest evaluation", **latest, note=f"step {self.steps:,}"))
+        return Race(laps)
+
+    def _log(self) -> None:
         """Write a row of metrics, and let every process know whether one of them received a signal."""
         faults = self.envs.bridge_faults + (self.eval_envs.bridge_faults if self.eval_envs else 0)
         everyone = all_gather({"metrics": self.metrics, "signal": self._signal, "faults": faults})
@@ -315,41 +347,32 @@ class Run:
         with self.clock("logging"):
             for name in self.metrics:
                 self.logger.record(name, np.mean([process["metrics"][name] for process in everyone]))
-            if self.args.urls:
+            if self.urls:
                 self.logger.record("racer/bridge_faults", sum(process["faults"] for process in everyone))
             self.logger.record("time/fps", self.steps / self.seconds)
             for name, seconds in self.clock.seconds.items():
                 self.logger.record(f"time/{name}_sec", seconds)
             metrics = self.logger.dump(self.steps)
-            status = "no lap in training yet" if math.isinf(self.stats.best_lap_sec) else ""
+            status = "no lap yet" if math.isinf(self.stats.best_lap_sec) else ""
             if not status and len(self.args.tracks) == 1:
-                status = f"best lap in training {self.stats.best_lap_sec:.2f} s  "
+                status = f"best lap {self.stats.best_lap_sec:.2f} s"
             if "racer/completion_rate" in metrics:
-                status += f"  {metrics['racer/completion_rate']:4.0%} of episodes with a lap"
-            self.terminal.show(self.steps, status)
+                status += f", laps in {metrics['racer/completion_rate']:.0%} of episodes"
+            self.terminal.show(self.steps, status.removeprefix(", "))
 
-    def save(self, name: str = "checkpoint.pt") -> bool:
+    def _save(self, name: str = "checkpoint.pt") -> bool:
         """Save everything as one file. -> whether it was written"""
         with self.clock("checkpoints"):
-            parts = {
-                key: part.state_dict() if hasattr(part, "state_dict") else gather_on_rank0(part.get_state())
-                for key, part in self.parts.items()
-                if key not in self.unsaved
-            }
-            run = {
-                "steps": self.steps,
-                "seconds_before": self.seconds,
-                "best": self.best,
-                "first_laps": self.first_laps,
-            }
+            run = {"steps": self.steps, "seconds_before": self.seconds, "best": self.best}
             checkpoint = {
                 "algorithm": self.algorithm,
+                "trainer": trainer_file(self.args).name,
                 "format": CHECKPOINT_FORMAT,
-                "args": plain_settings(self.args),
+                "args": args_to_json(self.args),
                 "config": self.envs.config,
                 "reward_terms": sorted(REWARD_TERMS),
-                "parts": parts,
-                "run": {**run, "start_results": self.start_results},
+                "parts": save_components(self.components, self.unsaved),
+                "run": {**run, "first_laps": self.first_laps, "start_results": self.start_results},
             }
             if rank() == 0 and name == "checkpoint.pt":
                 remember("saved", str(self.folder.resolve()))
@@ -366,47 +389,92 @@ class Run:
             self._close()
 
     def _close(self) -> None:
-        for closable in (self.envs, self.eval_envs, self.logger):
+        for closable in (self.envs, self.eval_envs, self.logger, self._lock):
             if closable is not None:
                 closable.close()
+        if self.args.game and rank() == 0:
+            from racer.game.launcher import end_bridges
+
+            end_bridges()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        torch.set_num_threads(self._threads)
 
     def _explain(self, error) -> None:
         """Raise an error that ends the run again, with what is lost and how to continue. A fault of the bridge saves first."""
+        if self.envs is None and isinstance(error, (BridgeError, UserError)):
+            all_gather(error)  # the others wait in the all_gather at the start of begin()
         cause = error.error if isinstance(error, SharedError) else error
-        if isinstance(cause, BridgeError):
+        if isinstance(cause, BridgeError) and self.logger is not None:
             if not isinstance(error, SharedError):  # the others wait in an all_gather for what was driven
                 with contextlib.suppress(BridgeError, SharedError):
                     all_gather(error)
-            if self.save():
+            if self._save():
                 saved = f"Saved; the run resumes at step {self.steps:,}, and what was driven since then is not counted"
-                cause = BridgeError(f"{cause}\n{saved}. {how_to_resume(self.folder)}")
-            raise (SharedError(cause) if world_size() > 1 else cause) from error
-        if isinstance(error, ProcessError):
-            raise ProcessError(f"{error}. The run has ended. {how_to_resume(self.folder)}") from error
-        if isinstance(error, FloatingPointError):
-            advice = "Training diverged; start again with a smaller --learning-rate"
-            raise FloatingPointError(f"{error}. {advice}") from error
+                cause = BridgeError(f"{cause}\n{saved}. {self._how_to_resume()}")
+            raise (SharedError(cause) if self.processes > 1 else cause) from error
+        if isinstance(error, ProcessError) and self.logger is not None:
+            raise ProcessError(f"{error}. The run has ended. {self._how_to_resume()}") from error
+
+    def _how_to_resume(self) -> str:
+        if not (self.folder / "checkpoint.pt").exists():
+            return f"There is no checkpoint in {self.folder}"
+        return f"Resume from the last checkpoint with: {resume_command(self.folder)}"
 
     def report(self) -> dict:
-        """The summary, in the terminal and as summary.json. -> the summary as a dict"""
+        """Print the summary and write it as summary.json. -> the summary as a dict"""
+        reached = {"run_folder": str(self.folder), "steps": self.steps, "finished": self.finished}
+        reached |= {"signal": self.stopped, "saved": self.saved}
         if rank() > 0:
-            reached = {"run_folder": str(self.folder), "steps": self.steps, "finished": self.finished}
-            return {**reached, "signal": self.stopped, "saved": self.saved}
-        self._evaluate_best()
-        if self.finished:
-            draw_best(self, finished=True)
-        return report(self)
+            return reached
+        session, driven = self.seconds - self.seconds_before, self.steps - self.terminal.first_step
+        if not driven:  # what an earlier session wrote stays
+            more = "--total-timesteps extends it"
+            print_safely(f"\nnothing to do: the run is at {self.steps:,} of {self.args.total_timesteps:,} steps; {more}")
+            return {**reached, "results": self.best["results"], "best": self.best}
+        if self.finished and self.args.pictures and self.best["laps"]:
+            self._show(finished=True)
+        clock = self.clock.seconds
+        rate = driven / max(session - clock.get("evaluation", 0.0), 1e-9)
+        here = f", {session:.1f} s of them in this session" if self.seconds_before else ""
+        how = "done" if self.finished else "stopped"
+        print_safely(f"\n\n{how}: {self.steps:,} steps in {self.seconds:.1f} s{here}; {rate:,.0f} steps/s without evaluation")
+        clock["other"] = max(session - sum(clock.values()), 0.0)
+        times = sorted(clock.items(), key=lambda item: -item[1])
+        print_safely("time      " + ", ".join(f"{name} {s:.1f} s" for name, s in times if s >= 0.05))
+        self._print_results("start", self.start_results)
+        self._print_results("best", self.best["results"], f"at step {self.best['step']:,}")
+        self._print_what_next()
+        if not self.saved:
+            warn(f"\nThe end of this run could not be written. Free disk space. {self._how_to_resume()}")
+        summary = {
+            **reached,
+            "seconds": self.seconds,
+            "steps_per_sec": rate,
+            "clock": clock,
+            "start_results": self.start_results,
+            "best_step": self.best["step"],
+            "results": self.best["results"],
+        }
+        with contextlib.suppress(OSError):  # a full disk has been reported
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
+        return {**summary, "best": self.best}
 
-    def _evaluate_best(self) -> None:
-        """The results of best.pt from complete episodes, as --evaluate drives them; in training some were extrapolated."""
-        if not self.best.get("extrapolated"):
-            return
-        best = copy.deepcopy(self.parts["agent"])
-        with self.clock("evaluation"), contextlib.suppress(BridgeError, ValueError):  # no bridge, no best.pt
-            saved = load_checkpoint(self.folder / "best.pt", self.algorithm)
-            if saved["run"]["steps"] != self.best["step"]:  # an older checkpoint was resumed
-                return
-            best.load_state_dict(saved["parts"]["agent"])
-            self.best["results"] = self.summarize(evaluate(best.drive, self.eval_envs, self.args.tracks))
+    @staticmethod
+    def _print_results(label: str, results: list[dict], *more: str) -> None:
+        if results:
+            print_safely(f"{label:<10}" + f"\n{'':10}".join([*lines_of(results), *more]))
+
+    def _print_what_next(self) -> None:
+        folder, files = self.folder, ("best.pt", "checkpoint.pt", "metrics.csv", "racing_line*.png", "replay*.gif", "lap-*.csv")
+        if (folder / "race.html").exists():
+            print_safely(f"look      {folder / 'race.html'} (in a browser); tensorboard --logdir {quote(folder.parent)}")
+        else:
+            print_safely(f"look      tensorboard --logdir {quote(folder.parent)}")
+        if not self.finished:
+            print_safely(f"resume    {resume_command(folder)}")
+        if (folder / "best.pt").exists():
+            trainer = trainer_file(self.args).name
+            more = "" if trainer == f"{self.algorithm}_racer.py" else f" --trainer {quote(folder / trainer)}"
+            print_safely(f"evaluate  python -m racer.evaluate {quote(folder)}{more}")
+        print_safely(f"files     {', '.join(path.name for name in files for path in sorted(folder.glob(name)))}")

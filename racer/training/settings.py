@@ -1,41 +1,48 @@
-"""The command line of a trainer: flags, the presets they bring, what to do with a trained driver, exit codes.
+"""Settings of a trainer: the types of its flags, the presets, the command line.
 
-`read_command` gives the settings (the trainer's `Args`) and the task (`Task`). Types of Args fields, such as `Count` and
-`Fraction`, carry the range of their values.
+Types of Args fields, such as `Count` and `Fraction`, carry the range of their values. `parse_args` makes Args from a command
+line, `as_command` a program of a function: one line and an exit code for what a user can cure, a traceback for what is a defect.
 """
 
 from __future__ import annotations
 
-import argparse
+import ast
+import contextlib
 import dataclasses
 import functools
+import inspect
+import math
+import shlex
 import signal
 import sys
+import textwrap
+import traceback
+import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import numpy as np
 import tyro
 
 from racer.game.bridge import BridgeError
-from racer.game.checks import is_finite
-from racer.game.launcher import GAME_ASSETS, check_folder, end_bridges, start_bridges
+from racer.game.checks import UserError, is_finite
 from racer.game.rules import STARTS
-from racer.game.tracks import track_name
-from racer.training.checkpoints import load_checkpoint, network_settings, plain, saved_args
+from racer.training.checkpoints import args_from_json, full_path, load_checkpoint, network_settings
 from racer.training.processes import (
-    ProcessError, SharedError, broadcast_from_rank0, exit_process, init_processes, rank, remembered,
+    ProcessError, SharedError, broadcast_from_rank0, exit_process, init_processes, rank, remembered, world_size,
 )  # fmt: skip
-from racer.training.terminal import warn
+from racer.training.terminal import TrainingDiverged, print_safely, set_program, warn
 
 EXIT_ERROR, EXIT_USAGE, EXIT_BRIDGE, EXIT_PROCESS, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 4, 130, 143
 EXIT_CODES = {  # by what ended the command
-    BridgeError: EXIT_BRIDGE, ProcessError: EXIT_PROCESS, FloatingPointError: EXIT_ERROR, ValueError: EXIT_USAGE,
-    OSError: EXIT_USAGE, KeyboardInterrupt: EXIT_INTERRUPTED,
+    BridgeError: EXIT_BRIDGE, ProcessError: EXIT_PROCESS, TrainingDiverged: EXIT_ERROR, UserError: EXIT_USAGE,
 }  # fmt: skip
 # Exits that all processes of a run take together.
 COLLECTIVE_EXIT_CODES = (0, EXIT_BRIDGE, EXIT_INTERRUPTED, EXIT_TERMINATED)
+ENGINE = ("none",)  # --bridge-url none: continue a run of the real game on the embedded engine
+MOVED = {"--evaluate": "python -m racer.evaluate", "--export": "python -m racer.export"}  # flags of earlier versions
 
 # == Types of settings =================================================================================================
 
@@ -44,7 +51,7 @@ class Range(NamedTuple):
     """The values that a setting may have."""
 
     low: float
-    high: float = float("inf")
+    high: float = math.inf
     exclusive: bool = False  # of low
 
     def fits(self, value, kind: type) -> bool:
@@ -55,8 +62,10 @@ class Range(NamedTuple):
         return inside and whole and not (self.exclusive and value == self.low)
 
     def __str__(self) -> str:
+        if self.low == -math.inf:
+            return "a finite number"
         low = f"more than {self.low:g}" if self.exclusive else f"{self.low:g} or more"
-        return low if self.high == float("inf") else f"from {self.low:g} to {self.high:g}"
+        return low if self.high == math.inf else f"from {self.low:g} to {self.high:g}"
 
 
 def _count(words: list[str]) -> int:
@@ -84,147 +93,171 @@ class Settings:
 
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
-            value, kinds = getattr(self, name), (kind, *typing.get_args(kind))
-            if isinstance(value, str) and kind == tuple[str, ...]:
-                setattr(self, name, (value,))
-            elif isinstance(value, str) and Path in kinds:
-                setattr(self, name, Path(value))
+            kinds = (kind, *typing.get_args(kind))
+            setattr(self, name, plain_value(getattr(self, name), kinds))
             for allowed in kinds[1:]:
-                if isinstance(allowed, Range) and not allowed.fits(value, kinds[1]):
-                    raise ValueError(f"--{name.replace('_', '-')} is {value!r}; it must be {allowed}")
-        if self.start not in STARTS:
-            raise ValueError(f"--start is {self.start!r}; it must be {' or '.join(STARTS)}")
-        if self.game and self.bridge_url:
-            raise ValueError("--game and --bridge-url are mutually exclusive")
-        if self.random_tracks and tuple(self.track_id) != type(self).track_id:
-            raise ValueError("--random-tracks and --track-id are mutually exclusive")
-        several = len(self.tracks) > 1
-        if not self.tracks or (several and len({track_name(track) for track in self.tracks}) < len(self.tracks)):
-            raise ValueError(f"--track-id is {' '.join(self.tracks)}; give one track, or several with different names")
+                if isinstance(allowed, Range):
+                    fits = allowed.fits(getattr(self, name), kinds[1])
+                    self.require(fits, f"{flag_of(name)} is {getattr(self, name)!r}; it must be {allowed}")
+        self.require(self.start in STARTS, f"--start is {self.start!r}; it must be {' or '.join(STARTS)}")
+        self.require(not (self.game and self.bridge_url), "--game and --bridge-url are mutually exclusive")
+        alone = not self.random_tracks or tuple(self.track_id) == type(self).track_id
+        self.require(alone, "--random-tracks and --track-id are mutually exclusive")
+        self.require(self.tracks, "--track-id has no track; give one, or several to train one driver for all")
+
+    @staticmethod
+    def require(fits, otherwise: str) -> None:
+        """UserError with this message unless it fits."""
+        if not fits:
+            raise UserError(otherwise)
 
     @property
     def tracks(self) -> tuple[str, ...]:
         """The ids of the tracks to drive on. A file is named by its full path, as in a run that is resumed."""
-        return tuple(f"random-{n}" for n in range(1, self.random_tracks + 1)) or tuple(map(plain, self.track_id))
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """Of the bridges to the real game, if cars drive there. Those of --game are started when this is first read."""
-        return start_bridges(self.game, min(self.bridges, self.num_envs)) if self.game else tuple(self.bridge_url)
+        return tuple(f"random-{n}" for n in range(1, self.random_tracks + 1)) or tuple(map(full_path, self.track_id))
 
 
-# == Flags =============================================================================================================
+def plain_value(value, kinds: tuple):
+    """What Python code may give for a setting as what a command line gives: NumPy numbers, paths as text, 24.0 for 24."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if tuple[str, ...] in kinds:
+        return tuple(map(str, (value,) if isinstance(value, (str, Path)) else value))
+    if Path in kinds and isinstance(value, str):
+        return Path(value)
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
-@dataclasses.dataclass
-class Task:
-    """What to do with a trained driver instead of training, and defaults for slow games."""
-
-    evaluate: Path | None = None
-    """evaluate this checkpoint (or a run folder's best.pt) with deterministic actions"""
-    episodes: Count = 10
-    """with --evaluate and --start anywhere, or in the game: episodes per track (from the grid all are the same)"""
-    json: Path | None = None
-    """with --evaluate: also write the results to this file"""
-    telemetry: Path | None = None
-    """with --evaluate: also write every lap, tick by tick, to this CSV file"""
-    export: Path | None = None
-    """write the driver of --checkpoint to this folder, as the browser game loads it (ONNX); with --game and no folder, into the
-    game"""
-    checkpoint: Path | None = None
-    """with --export: the checkpoint or run folder"""
-    slow_game: bool = False
-    """use the defaults of --game on the embedded engine, to try them without the game"""
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-INTO_THE_GAME = "the game's folder"  # --export without a folder
+# == The command line ==================================================================================================
 
 
 class Preset(NamedTuple):
-    """Defaults that other flags bring."""
+    """Defaults that some flags bring."""
 
-    flag: str  # which flag, for readers
-    applies: Callable[[argparse.Namespace], object]  # whether it is on the command line
+    flag: str  # which flags, for people
+    applies: Callable[[types.SimpleNamespace], object]  # to the flags of a command line, before any preset
     values: dict
 
 
-def peek_args(argv: list[str]) -> argparse.Namespace:
-    """The flags that decide which defaults the others have. ValueError for flags that exclude or need each other."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name in ("start-from", "resume", "evaluate", "json", "telemetry", "checkpoint", "game"):
-        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}")
-    for name in ("track-id", "bridge-url"):
-        parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", nargs="*", default=None)
-    parser.add_argument("--export", nargs="?", const=INTO_THE_GAME)
-    parser.add_argument("--random-tracks", "--random_tracks", type=int, default=0)
-    parser.add_argument("--slow-game", "--slow_game", action=argparse.BooleanOptionalAction)
-    try:
-        given = parser.parse_known_args(argv)[0]
-    except argparse.ArgumentError:  # a flag without its value: tyro says so
-        return parser.parse_known_args([])[0]
-    tasks = [f"--{n.replace('_', '-')}" for n in ("start_from", "resume", "evaluate", "export") if getattr(given, n)]
-    if len(tasks) > 1:
-        raise ValueError(f"{' and '.join(tasks)} are mutually exclusive")
-    if given.slow_game and (given.resume or given.evaluate or given.export):
-        raise ValueError(f"--slow-game brings defaults for a new run; leave it out with {tasks[0]}")
-    needs = {"export": "checkpoint", "checkpoint": "export", "json": "evaluate", "telemetry": "evaluate"}
-    for flag, other in needs.items():
-        if getattr(given, flag) and not getattr(given, other):
-            raise ValueError(f"--{flag} needs --{other} as well")
-    if given.random_tracks and given.track_id:
-        raise ValueError("--random-tracks and --track-id are mutually exclusive")
-    if given.bridge_url == [] and not given.resume:
-        raise ValueError("--bridge-url has no URL; give one like ws://localhost:9876, or leave the flag out")
-    return given
+def parse_args(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: str, line: str | None):
+    """A command line as Args: that of this program, or `line`.
 
-
-def read_command(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: str, argv: list[str] | None = None):
-    """The command line. -> Args, Task
-
-    Defaults are those of Args and of the presets that apply; with --resume, --evaluate and --export those of the checkpoint.
+    Defaults are those of Args and of the presets that apply, which are printed; with --resume those of the checkpoint, and with
+    --start-from those that shape its networks.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    if line is None:
+        set_program(sys.argv[0])
+    words = sys.argv[1:] if line is None else shlex.split(line)
+    for old, new in MOVED.items():
+        if old in words:
+            where = words[words.index(old) + 1 :][:1] or ["runs/NAME"]
+            raise UserError(f"{old} is a command of its own: {new} {where[0]}")
     saved = remembered("saved")
     if saved and Path(saved, "checkpoint.pt").exists():  # torchrun has restarted the processes
-        argv = ["--resume", saved]
-    given = peek_args(argv)
-    if given.export and given.game:
-        check_folder(Path(given.game))
-        if given.export == INTO_THE_GAME:  # no folder: where the game loads its driver from
-            argv = [*(word for word in argv if word != "--export"), "--export", str(Path(given.game) / GAME_ASSETS)]
-    if path := given.resume or given.evaluate or given.checkpoint:
-        prefer = "checkpoint.pt" if given.resume else "best.pt"
-        defaults = saved_args(Args, broadcast_from_rank0(load_checkpoint, path, algorithm, prefer)["args"])
-        new = {"start": "grid", "bridge_url": (), "game": None, "start_from": None, "resume": None}
-        changes = {} if given.resume else new
-        changes |= {"game": None} if given.bridge_url is not None else {}
-        if given.game:
-            changes |= {"bridge_url": (), **next(preset.values for preset in presets if preset.flag == "--game")}
-        if given.resume and given.track_id and tuple(given.track_id) != defaults.tracks:
-            raise ValueError(f"--track-id cannot change: the run to resume has {' '.join(defaults.tracks[:3])}")
-        if given.track_id and not given.resume:
-            changes["random_tracks"] = 0
-        if given.random_tracks and not given.resume:
-            changes["track_id"] = Args.track_id
+        words = ["--resume", saved]
+    given = types.SimpleNamespace(**_parse(Args, {}, [word for word in words if word not in ("-h", "--help")], doc))
+    if sum(bool(value) for value in (given.start_from, given.resume, given.slow_game and given.resume)) > 1:
+        both = "--slow-game" if given.slow_game else "--start-from"
+        raise UserError(f"{both} is for a new run; leave it out with --resume")
+    if not given.bridge_url and {"--bridge-url", "--bridge_url"} & set(words):
+        raise UserError("--bridge-url has no URL; give one like ws://localhost:9876, or none for the embedded engine")
+    if given.bridge_url == ENGINE and not given.resume:
+        given.bridge_url = ()
+    if given.resume:
+        defaults = _defaults_on_resume(algorithm, Args, presets, given)
     else:
-        defaults, changes = Args(), {}
-        for preset in presets:
-            changes |= preset.values if preset.applies(given) else {}
+        applied = [preset for preset in presets if preset.applies(given)]
+        defaults = functools.reduce(dict.__or__, (preset.values for preset in applied), {})
         if given.start_from:  # networks of the same shape
-            saved = broadcast_from_rank0(load_checkpoint, given.start_from, algorithm, "best.pt")["args"]
-            changes |= {name: saved[name] for name in network_settings(Agent) if name in saved}
-    Command = dataclasses.make_dataclass("Command", [("args", Args), ("task", Task)])
-    default = Command(dataclasses.replace(defaults, **changes), Task())
-    usage = "\n\n".join(doc.split("\n\n")[:2])
-    command = tyro.cli(tyro.conf.OmitArgPrefixes[Command], args=argv, default=default, description=usage)
-    return command.args, command.task
+            settings = broadcast_from_rank0(load_checkpoint, given.start_from, algorithm, "best.pt")["args"]
+            defaults |= {name: settings[name] for name in network_settings(Agent) if name in settings}
+    values = _parse(Args, defaults, words, _about(doc, presets))
+    del values["slow_game"]
+    if values["bridge_url"] == ENGINE:
+        values["bridge_url"] = ()
+    if not given.resume and rank() == 0:
+        for preset in applied:
+            print_safely(f"{preset.flag}: {show_flags({name: values[name] for name in preset.values})}")
+    return Args(**values)
 
 
-# == Exit codes ========================================================================================================
+def _defaults_on_resume(algorithm: str, Args, presets, given) -> dict:
+    """The settings that the run began with. Only where the real game is may be another one."""
+    saved = args_from_json(Args, broadcast_from_rank0(load_checkpoint, given.resume, algorithm)["args"])
+    defaults = {field.name: getattr(saved, field.name) for field in dataclasses.fields(Args)} | {"resume": None}
+    if given.bridge_url:
+        defaults |= {"game": None}
+    if given.game:
+        defaults |= {"bridge_url": ()} | next(preset.values for preset in presets if preset.flag == "--game")
+    if given.track_id != Args.track_id and given.random_tracks == 0:
+        defaults |= {"random_tracks": 0}
+    return defaults
 
 
-def exits_with_code(main: Callable) -> Callable[[], int]:
-    """Make a command of `main`: an error becomes one message without a traceback, and the result an exit code."""
+def show_flags(values: dict) -> str:
+    """Settings as they are typed."""
+    words = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(flag_of(name) if value else flag_of(f"no_{name}"))
+        else:
+            words += [flag_of(name), *map(str, value if isinstance(value, tuple) else (value,))]
+    return " ".join(words)
+
+
+def _about(doc: str, presets) -> str:
+    """What --help says first: the examples of the trainer's docstring, and the presets."""
+    texts = (f"{preset.flag}: {show_flags(preset.values)}" for preset in presets)
+    lines = [textwrap.fill(text, 100, initial_indent="    ", subsequent_indent=" " * 8) for text in texts]
+    return "\n\n".join([*doc.split("\n\n")[:2], "Presets, defaults that these flags bring:", "\n".join(lines)])
+
+
+def _parse(Args, defaults: dict, words: list[str], doc: str) -> dict:
+    """The flags of a command line by name, as tyro reads them, in the groups that Args has."""
+    kinds, groups = typing.get_type_hints(Args, include_extras=True), {}
+    about = documented_fields(Args)
+    for field in dataclasses.fields(Args):
+        group, text = about.get(field.name, ("other", ""))
+        kind = Annotated[kinds[field.name], tyro.conf.arg(help=text)]
+        value = defaults.get(field.name, field.default)
+        groups.setdefault(group, []).append((field.name, kind, dataclasses.field(default=value)))
+    text = "use the defaults of --game on the embedded engine, to try them without the game"
+    slow_game = ("slow_game", Annotated[bool, tyro.conf.arg(help=text)], dataclasses.field(default=False))
+    next(iter(groups.values())).append(slow_game)
+    parts = [(name, dataclasses.make_dataclass(name, fields)) for name, fields in groups.items()]
+    Command = dataclasses.make_dataclass("Command", parts)
+    default = Command(*(part() for _, part in parts))
+    command = tyro.cli(tyro.conf.OmitArgPrefixes[Command], args=words, default=default, description=doc)
+    return {name: value for group, _ in parts for name, value in vars(getattr(command, group)).items()}
+
+
+def documented_fields(Args) -> dict[str, tuple[str, str]]:
+    """Of every field: the heading (`# -- name`) that it stands under in the source, and its docstring."""
+    found = {}
+    for cls in reversed(Args.__mro__[:-1]):
+        with contextlib.suppress(OSError, TypeError):  # typed into an interpreter
+            source = textwrap.dedent(inspect.getsource(cls))
+            body = ast.parse(source).body[0].body
+            heads = [(n, line.strip()[5:]) for n, line in enumerate(source.split("\n"), 1) if line.strip().startswith("# -- ")]
+            for field, following in zip(body, [*body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign):
+                    group = next((head for n, head in reversed(heads) if n < field.lineno), "other").replace(" ", "_")
+                    text = getattr(getattr(following, "value", None), "value", "")
+                    found[field.target.id] = group, " ".join(text.split()) if isinstance(text, str) else ""
+    return found
+
+
+# == Commands ==========================================================================================================
+
+
+def as_command(main: Callable) -> Callable[[], int]:
+    """Make a program of `main`: what a user can cure becomes one message without a traceback, and the result an exit code."""
 
     @functools.wraps(main)
     def command() -> int:
@@ -237,25 +270,23 @@ def exits_with_code(main: Callable) -> Callable[[], int]:
             return exit_code(main())
         except SystemExit as end:  # --help, or a flag that tyro refuses
             return int(end.code or 0)
-        except SharedError as shared:
-            error = shared.error
-            if rank() == 0:
-                warn(f"\n{program}: {error}")
-        except KeyboardInterrupt as interrupt:
-            error = interrupt
+        except KeyboardInterrupt:
             warn(f"\n{program}: stopped at once; --resume continues from the last checkpoint, if there is one")
-        except tuple(EXIT_CODES) as expected:
-            error = expected
-            warn(f"\n{program}: {error}")
-        finally:
-            end_bridges()
-        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+            return EXIT_INTERRUPTED
+        except (SharedError, *EXIT_CODES) as error:
+            cause = error.error if isinstance(error, SharedError) else error
+            code = next((code for kind, code in EXIT_CODES.items() if isinstance(cause, kind)), None)
+            if code is None:
+                raise
+            if rank() == 0 or cause is error:
+                warn(f"\n{program}: {cause}")
+            return code
 
     return command
 
 
 def exit_code(result) -> int:
-    """Of what `train` returned, or of a task."""
+    """Of what `train` returned, or of another command."""
     if not isinstance(result, dict) or (result["saved"] and result["finished"]):
         return 0
     if not result["saved"]:
@@ -265,5 +296,11 @@ def exit_code(result) -> int:
 
 def run_as_script(main: Callable[[], int]) -> None:
     """Call `main` and end the process."""
-    code = main()
+    try:
+        code = main()
+    except Exception:
+        if world_size() == 1:
+            raise
+        traceback.print_exc()
+        code = EXIT_ERROR
     exit_process(code, wait_for_others=code in COLLECTIVE_EXIT_CODES)

@@ -1,11 +1,21 @@
-"""What a run shows in the terminal: text, a progress line, and where the time goes."""
+"""What a run shows in the terminal: text, a progress line, where the time goes, and what to type next."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
 import shutil
+import subprocess
 import sys
 import time
+
+WIDEST = 100  # columns
+_program: str | None = None  # what the command line began with; None: called from Python code
+
+
+class TrainingDiverged(FloatingPointError):
+    """A value that has become NaN or infinite."""
 
 
 def print_safely(text: str, end: str = "\n", to: str = "stdout") -> None:
@@ -17,6 +27,28 @@ def print_safely(text: str, end: str = "\n", to: str = "stdout") -> None:
 
 def warn(text: str) -> None:
     print_safely(text, to="stderr")
+
+
+def set_program(name: str) -> None:
+    """This process runs the command line of a trainer."""
+    global _program
+    _program = name
+
+
+def quote(path) -> str:
+    """A path as it is typed in this system's shell."""
+    return subprocess.list2cmdline([str(path)]) if os.name == "nt" else shlex.quote(str(path))
+
+
+def resume_command(folder) -> str:
+    """What continues a run: a command line, or Python code where the run was started by such."""
+    if _program is None:
+        return f'train(read_args("--resume {quote(folder)}"))'
+    here, world = os.environ.get("LOCAL_WORLD_SIZE"), int(os.environ.get("WORLD_SIZE") or 1)
+    if world == 1 or here is None:
+        return f"python {quote(_program)} --resume {quote(folder)}"
+    machines = f"--nnodes={world // int(here)} " if world > int(here) else ""
+    return f"torchrun {machines}--nproc_per_node={here} {quote(_program)} --resume {quote(folder)}"
 
 
 class Clock:
@@ -49,12 +81,12 @@ class ProgressLine:
         self._next_refresh, self._next_line = now + self.REFRESH_S, steps + self.total // 10
         rate = (steps - self.first_step) / max(now - self.began, 1e-9)
         left = round(max(self.total - steps, 0) / max(rate, 1e-9))
-        text = (
-            f"{steps:>11,} steps {min(steps / self.total, 1):4.0%}  {rate:>9,.0f}/s  {left // 60}:{left % 60:02} left"
-        )
+        text = f"{steps:>11,}  {min(steps / self.total, 1):4.0%}  {left // 60:3}:{left % 60:02} left  {rate:>9,.0f} steps/s"
         self.print(f"{text}  {status}", end="" if self.live else "\n")
 
     def print(self, text: str, end: str = "\n") -> None:
-        """A line of its own, unless `end` is empty: then it is overwritten by the next one."""
-        width = shutil.get_terminal_size().columns - 1
-        print_safely(f"\r{text[: None if end else width]:<{width}}" if self.live else text, end)
+        """A line of its own, unless `end` is empty: then it is overwritten by the next one. Cut at a word, if it is too long."""
+        width = min(shutil.get_terminal_size().columns - 1, WIDEST)
+        if not end and len(text) > width:
+            text = text[: width + 1].rsplit(" ", 1)[0]
+        print_safely(f"\r{text:<{width}}" if self.live else text, end)

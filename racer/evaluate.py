@@ -1,0 +1,124 @@
+"""Evaluate a trained driver: deterministic laps, lap times, rewards, and what they compare with.
+
+    python -m racer.evaluate runs/NAME
+    python -m racer.evaluate runs/NAME --start anywhere --episodes 200
+    python -m racer.evaluate drivers/every-track.pt --track-id track-01 mine.json --json results.json
+    python -m racer.evaluate runs/NAME --game ../top-down-racer-02
+
+It drives on the tracks of the training unless others are given. From the grid all episodes are the same, so there is one per
+track; in the real game, and from anywhere, there are --episodes of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from racer.game.checks import UserError
+from racer.game.rewards import REWARD_TERMS
+from racer.training.checkpoints import load_checkpoint, load_driver
+from racer.training.evaluation import describe_more, evaluate, lines_of, summarize
+from racer.training.references import hand_written_settings
+from racer.training.settings import as_command, run_as_script
+from racer.training.terminal import print_safely
+from racer.view.telemetry import save_laps
+from racer_env import RacerVectorEnv
+
+
+@dataclasses.dataclass
+class Args:
+    checkpoint: tyro.conf.Positional[Path]
+    """run folder (its best.pt) or checkpoint, of either algorithm"""
+    track_id: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: those of the training)")] = ()
+    """tracks to drive on: names, random-1 and so on, or JSON files"""
+    start: Literal["grid", "anywhere"] = "grid"
+    """where episodes start"""
+    episodes: int = 10
+    """episodes per track, where they differ: from anywhere, and in the real game"""
+    seed: int = 1
+    """random seed of the starts from anywhere"""
+    config_path: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: that of the training)")] = None
+    """JSON file with reward weights and episode limits"""
+    json: Path | None = None
+    """also write the results to this file"""
+    telemetry: Path | None = None
+    """also write every lap, tick by tick, to this CSV file"""
+    bridge_url: tuple[str, ...] = ()
+    """drive in the real game behind these URLs"""
+    game: Path | None = None
+    """drive in the real game in this folder; its bridges are started and stopped automatically"""
+    bridges: int = 1
+    """with --game: number of bridges to start"""
+    trainer: Path | None = None
+    """the file that trained the driver, if that is not ppo_racer.py or sac_racer.py; it is imported"""
+
+
+def run_evaluation(args: Args) -> list[dict]:
+    """-> a summary per track (evaluation.py), which is also printed"""
+    driver = load_driver(args.checkpoint, args.trainer)
+    if args.episodes < 1:
+        raise UserError(f"--episodes is {args.episodes}; it must be 1 or more")
+    if args.game and args.bridge_url:
+        raise UserError("--game and --bridge-url are mutually exclusive")
+    checkpoint = load_checkpoint(args.checkpoint, None, "best.pt")
+    if missing := set(checkpoint.get("reward_terms", [])) - set(REWARD_TERMS):
+        print_safely(f"trained with the reward terms {', '.join(sorted(missing))}, which are not in these rewards")
+    torch.set_num_threads(1)  # as in training
+    for file in (args.json, args.telemetry):
+        with writing(file):
+            file and file.open("a").close()  # fail now, not after the drive
+    tracks = args.track_id or driver.args.tracks
+    config, urls = args.config_path or checkpoint["config"], args.bridge_url
+    if args.game:
+        from racer.game.launcher import end_bridges, start_bridges
+
+        urls = start_bridges(args.game, args.bridges)
+    references, count = {}, args.episodes
+    if args.start == "grid" and not urls:  # deterministic: one episode is like the other, and like that of the training
+        references, count = hand_written_settings(tracks, config), 1
+    each = "1 episode" if count == 1 else f"{count} episodes"
+    print_safely(f"{each} per track, from {'the grid' if args.start == 'grid' else 'anywhere'}")
+    settings = {"bridge_url": list(urls) or None, "start": args.start, "retries": 10 if args.game else 0}
+    settings |= {"render_mode": "rgb_array"} if args.telemetry else {}
+    try:
+        with contextlib.closing(RacerVectorEnv(count * len(tracks), tracks, config, **settings)) as envs:
+            episodes = evaluate(driver.agent.drive, envs, tracks, args.seed)
+    finally:
+        if args.game:
+            end_bridges()
+    results = [
+        summarize(episodes[i :: len(tracks)], envs.config, references.get(track, [None])[0]) for i, track in enumerate(tracks)
+    ]
+    for line in [*lines_of(results), *describe_more(results)]:
+        print_safely(line)
+    with writing(args.telemetry):
+        if args.telemetry:
+            save_laps(args.telemetry, [lap for episode in episodes for lap in episode.lap_traces()])
+    with writing(args.json):
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    return results
+
+
+@contextlib.contextmanager
+def writing(file: Path | None):
+    """Around writing a file that a user named: what is wrong is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}") from error
+
+
+@as_command
+def main():
+    run_evaluation(tyro.cli(Args, description=__doc__))
+
+
+if __name__ == "__main__":
+    run_as_script(main)
