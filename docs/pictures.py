@@ -46,9 +46,7 @@ def learning_curves(size=(900, 440), left=64, bottom=52, most=100_000, fast=6.0,
     """Lap times over steps where steps are few: the median of the seeds, and their range."""
     picture = Image.new("RGB", size, "white")
     pen, (width, height) = ImageDraw.Draw(picture, "RGBA"), size
-    entries = [
-        e for name in ("results", "peers") for e in json.loads((HERE / f"{name}.json").read_text())[name] if "runs" in e
-    ]
+    entries = [e for name in ("results", "peers") for e in json.loads((HERE / f"{name}.json").read_text())[name] if "runs" in e]
 
     def place(steps: float, lap: float) -> tuple[float, float]:
         up = (min(lap, slow) - fast) / (slow - fast)
@@ -72,9 +70,7 @@ def learning_curves(size=(900, 440), left=64, bottom=52, most=100_000, fast=6.0,
         whole = {step: laps for step, laps in sorted(by_step.items()) if len(laps) == len(runs)}
         low, high = ([place(step, pick(laps)) for step, laps in whole.items()] for pick in (min, max))
         pen.polygon([*low, *reversed(high)], fill=(*colour, 40))
-        pen.line(
-            [place(step, statistics.median(laps)) for step, laps in whole.items()], fill=colour, width=3, joint="curve"
-        )
+        pen.line([place(step, statistics.median(laps)) for step, laps in whole.items()], fill=colour, width=3, joint="curve")
         pen.text((width - 320, 60 + 24 * number), f"{name}: median, range of {len(runs)}", **letters(17, colour))
     pen.text(
         (left, height - 22),
@@ -104,9 +100,7 @@ def photograph_pages(browser, folder: Path) -> None:
         tab.evaluate("play(false); jump(7.2)")
         tab.wait_for_function("!dirty")
         tab.screenshot(path=HERE / f"{name}.png")
-        Image.open(HERE / f"{name}.png").resize((885, 885), Image.Resampling.LANCZOS).quantize(160).save(
-            HERE / f"{name}.png"
-        )
+        Image.open(HERE / f"{name}.png").resize((885, 885), Image.Resampling.LANCZOS).quantize(160).save(HERE / f"{name}.png")
 
 
 def photograph_tensorboard(browser, folder: Path) -> None:
@@ -115,9 +109,7 @@ def photograph_tensorboard(browser, folder: Path) -> None:
         subprocess.run([sys.executable, str(ROOT / f"{name}_racer.py"), *words], check=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tensorboard.main", "--logdir", folder, "--port", str(port)]
-    ) as server:
+    with subprocess.Popen([sys.executable, "-m", "tensorboard.main", "--logdir", folder, "--port", str(port)]) as server:
         for _ in range(60):
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=5)

@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from bench_racer import PUBLISHED_LAP_SEC, UNSEEN, holds_from  # noqa: E402
-from racer.training.evaluation import BEST_LAP_TICKS, BEST_REWARD  # noqa: E402
+from racer.training.references import BEST_LAP_TICKS, BEST_REWARD  # noqa: E402
 
 PAGES = (HERE.parent / "README.md", HERE / "results.md")
 
@@ -68,9 +68,7 @@ def trained_table(results: dict) -> str:
             steps = held(entry["runs"], 0) if len(tracks) == 1 else ""
             seconds = number(median(run["seconds"] for run in entry["runs"]), 0) if place == 0 else ""
             rows.append([command, track, *track_row(entry["runs"], place), steps, seconds])
-    return table(
-        ("command", "track", "flying lap (s)", "reward", "off the road (%)", "holds from step", "seconds"), rows
-    )
+    return table(("command", "track", "flying lap (s)", "reward", "off the road (%)", "holds from step", "seconds"), rows)
 
 
 def unseen_table(results: dict) -> str:
@@ -85,9 +83,7 @@ def unseen_table(results: dict) -> str:
         shares = [pair([100 * value for value in values], min, 1) for values in (share, least)]
         failed = f"{pair(failures, max, 0)} of {found[0]['episodes']}"
         seconds = number(median(run["seconds"] for run in entry["runs"]), 0)
-        rows.append(
-            [f"`{entry['label']}`", f"{median(above):g} / {min(above)} of {len(UNSEEN)}", *shares, failed, seconds]
-        )
+        rows.append([f"`{entry['label']}`", f"{median(above):g} / {min(above)} of {len(UNSEEN)}", *shares, failed, seconds])
     head = ("command", "above the best of 28 settings on", "mean share of its reward (%)", "least share (%)")
     return table((*head, "failures from anywhere", "seconds"), rows)
 
@@ -130,9 +126,7 @@ def front_table(results: dict, peers: dict) -> str:
     entries = {entry["label"]: entry for entry in results["results"] if "runs" in entry}
     best = [entry for entry in results["results"] if entry.get("track") == "track-01" and "runs" not in entry][1]
     rows = [["the game's authors' published driver", number(PUBLISHED_LAP_SEC), "", "", ""]]
-    rows.append(
-        ["hand-written, best of 28 settings", number(best["flying_lap_sec"]), number(best["mean_reward"]), "", ""]
-    )
+    rows.append(["hand-written, best of 28 settings", number(best["flying_lap_sec"]), number(best["mean_reward"]), "", ""])
     for label in (
         "ppo_racer.py",
         "sac_racer.py",
@@ -151,9 +145,7 @@ def front_table(results: dict, peers: dict) -> str:
     rows.append(
         [f"Stable-Baselines3's PPO, tuned (seeds: {len(peer['runs'])})", lap, reward, f"{total:,.0f}", number(whole, 0)]
     )
-    rows.append(
-        ["best known", number(BEST_LAP_TICKS["clean"]["track-01"] / 60), number(BEST_REWARD["track-01"]), "", ""]
-    )
+    rows.append(["best known", number(BEST_LAP_TICKS["clean"]["track-01"] / 60), number(BEST_REWARD["track-01"]), "", ""])
     return table(("track-01", "flying lap (s)", "reward", "steps", "seconds"), rows)
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,12 +20,10 @@ import pytest
 import ppo_racer
 import sac_racer
 from bench_racer import drive  # noqa: F401  the tests take it from here
+from racer.evaluate import Args as EvaluateArgs
+from racer.evaluate import run_evaluation
 from racer.game.rules import DEFAULT_CONFIG
-from racer.training.checkpoints import load_checkpoint, saved_args
-from racer.training.command_line import read_command
-from racer.training.drivers import evaluate_driver, restore_driver
-from racer.training.evaluation import hand_written_settings
-from racer_env import REWARD_TERMS
+from racer.training.checkpoints import load_checkpoint, load_driver
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -35,34 +34,16 @@ TINY = {
     "sac": {"log_every": 512, "learning_starts": 512, "batch_size": 64, "updates": 2, "buffer_size": 1000},
 }
 for settings in TINY.values():
-    settings |= {"num_envs": 16, "eval_every": 10**9, "checkpoint_every": 10**9, "tensorboard": False}
+    settings |= {"num_envs": 16, "eval_every": 10**9, "checkpoint_every": 10**9, "tensorboard": False, "pictures": False}
 # The same on a bridge: iterations of 100 steps with 2 cars.
 TINY_BRIDGE = {
     "ppo": {"action_repeat": 1, "rollout_steps": 50, "minibatch_size": 50},
     "sac": {"log_every": 100, "learning_starts": 100, "batch_size": 16, "action_repeat": 2},
 }
 for settings in TINY_BRIDGE.values():
-    settings |= {"num_envs": 2, "start": "grid", "eval_every": 10**9, "tensorboard": False}
+    settings |= {"num_envs": 2, "start": "grid", "eval_every": 10**9, "tensorboard": False, "pictures": False}
 both = pytest.mark.parametrize("name", ["ppo", "sac"])
 one_in_short = pytest.mark.parametrize("name", ["ppo", pytest.param("sac", marks=pytest.mark.slow)])
-
-
-@pytest.fixture(autouse=True, scope="session")
-def hand_written_driver_drives_once():
-    """Small runs use the same few configs: what the hand-written driver reaches with each is worked out once."""
-    known = {}
-
-    def cached(tracks, config_path=None):
-        config = Path(config_path).read_text() if config_path else None
-        key = tuple(tracks), config, tuple(REWARD_TERMS.items())
-        if key not in known:
-            known[key] = hand_written_settings(tracks, config_path)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("run", "drivers"):
-            patch.setattr(f"racer.training.{module}.hand_written_settings", cached)
-        yield
 
 
 def flags(settings: dict) -> list[str]:
@@ -79,13 +60,7 @@ def flags(settings: dict) -> list[str]:
 
 def args_of(name: str, *words, **settings):
     """The Args of a command line."""
-    return command_of(name, *words, **settings)[0]
-
-
-def command_of(name: str, *words, **settings):
-    """The Args and the Task of a command line."""
-    module, argv = MODULES[name], [*map(str, words), *flags(settings)]
-    return read_command(name, module.Args, module.Agent, module.PRESETS, module.__doc__, argv)
+    return MODULES[name].read_args(shlex.join([*map(str, words), *flags(settings)]))
 
 
 def preset(name: str, flag: str) -> dict:
@@ -93,16 +68,30 @@ def preset(name: str, flag: str) -> dict:
     return next(preset.values for preset in MODULES[name].PRESETS if flag in preset.flag)
 
 
-def driver_of(name: str, path: Path):
+def driver_of(path: Path):
     """The trained agent in a checkpoint or run folder."""
-    args = saved_args(MODULES[name].Args, load(name, path)["args"])
-    return restore_driver(path, name, MODULES[name].make_agent(args))
+    return load_driver(path).agent
 
 
-def evaluate_run(name: str, path: Path, *words, **settings) -> list[dict]:
-    """--evaluate"""
-    args, task = command_of(name, "--evaluate", path, *words, **{"episodes": 1, **settings})
-    return evaluate_driver(restore_driver(path, name, MODULES[name].make_agent(args)), args, task)
+def evaluate_run(path: Path, **settings) -> list[dict]:
+    """python -m racer.evaluate"""
+    return run_evaluation(EvaluateArgs(path, **{"episodes": 1, **settings}))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """trained(name) -> a finished run of 1,024 steps on track-01 with short episodes. Read it only; copy it to change it."""
+    runs = {}
+
+    def run(name: str) -> Path:
+        if name not in runs:
+            folder = tmp_path_factory.mktemp("trained")
+            settings = {**TINY[name], "config_path": short_episodes(folder, 300), "run_dir": folder, "run_name": name}
+            MODULES[name].train(MODULES[name].Args(**settings, total_timesteps=1024))
+            runs[name] = folder / name
+        return runs[name]
+
+    return run
 
 
 def promised_tags(name: str) -> set[str]:

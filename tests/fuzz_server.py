@@ -109,9 +109,7 @@ def replies(seed: int, count: int | None = None):
 
 def frame(data: bytes) -> bytes:
     """A text frame of WebSocket."""
-    size = (
-        bytes([len(data)]) if len(data) < 126 else b"\x7e" + struct.pack(">H", len(data)) if len(data) < 2**16 else None
-    )
+    size = bytes([len(data)]) if len(data) < 126 else b"\x7e" + struct.pack(">H", len(data)) if len(data) < 2**16 else None
     return b"\x81" + (size or b"\x7f" + struct.pack(">Q", len(data))) + data
 
 

@@ -19,7 +19,7 @@ from racer.game import bridge as racer_bridge
 from racer.game.bridge import BridgeCars, BridgeError
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS
-from racer.training.twin import TICKS, difference_from_engine
+from racer.training.evaluation import TWIN_TICKS, why_not_like_engine
 from racer_env import RacerEnv, RacerVectorEnv
 
 GO = np.array([0.0, 1.0, 0.0])
@@ -57,7 +57,7 @@ def test_check_env_passes_without_warnings_on_the_bridge(good_bridge):
         warnings.simplefilter("error")
         for env in (
             RacerEnv(bridge_url=good_bridge.url),
-            gym.make(racer_env.ENV_ID, bridge_url=good_bridge.url, render_mode="rgb_array"),
+            gym.make(racer_env.ENV_ID, bridge_url=good_bridge.url),
         ):
             check_env(env.unwrapped)
             env.close()
@@ -234,7 +234,7 @@ def test_close_does_not_wait_for_a_stalled_server(bridge):
     """The default reply timeout is 30 s; a close that waited for the server would run into the test's own limit."""
     env = RacerEnv(bridge_url=bridge("--fault", "stall").url)
     env.reset()
-    connection = env._cars.connections[0]
+    connection = env._fleet.cars.connections[0]
     connection.send_step(GO)
     begun = time.monotonic()
     env.close()
@@ -247,22 +247,22 @@ def test_close_does_not_wait_for_a_stalled_server(bridge):
 
 def test_the_game_and_the_embedded_engine_are_compared_into_a_wall(good_bridge, bridge):
     for track in TRACKS:
-        assert difference_from_engine(track, None, good_bridge.url) is None
+        assert why_not_like_engine(track, None, good_bridge.url) is None
         sim = RacerSim(1, [track])
         touched = [
-            sim.step(np.array([[0.3 * np.sin(t / 5), 1.0, 0.0]])) and sim.wall_contact[0] for t in range(1, TICKS + 1)
+            sim.step(np.array([[0.3 * np.sin(t / 5), 1.0, 0.0]])) and sim.wall_contact[0] for t in range(1, TWIN_TICKS + 1)
         ]
         assert any(touched), "the wall is a part of the comparison"
     other = bridge("--engine-force", "56000").url
-    said = difference_from_engine("track-01", None, other)
+    said = why_not_like_engine("track-01", None, other)
     assert re.fullmatch(r"\w+ on track-01 is \S+ after \d+ ticks, \S+ on the embedded engine", said), said
-    assert difference_from_engine("track-77", None, good_bridge.url) == "track-77 is not known here"
+    assert why_not_like_engine("track-77", None, good_bridge.url) == "track-77 is not known here"
 
 
 def test_a_large_reward_weight_hides_no_other_engine(bridge, tmp_path):
     config = short_episodes(tmp_path, 3000, progress=20_000.0)
-    assert difference_from_engine("track-01", config, bridge().url) is None
-    assert difference_from_engine("track-01", config, bridge("--engine-force", "56000").url)
+    assert why_not_like_engine("track-01", config, bridge().url) is None
+    assert why_not_like_engine("track-01", config, bridge("--engine-force", "56000").url)
 
 
 @pytest.mark.parametrize(("name", "place", "value"), [("reward", 1, 5.0), ("terminated", 2, True), ("lap", -1, 7)])
@@ -271,12 +271,12 @@ def test_rewards_ends_and_infos_are_compared_too(good_bridge, monkeypatch, name,
 
     def other(self, action):
         result = list(real(self, action))
-        if isinstance(self._cars, BridgeCars) and self._cars.connections[0].steps == 30:
+        if isinstance(self._fleet.cars, BridgeCars) and self._fleet.cars.connections[0].steps == 30:
             result[place] = {**result[-1], "lap": value} if name == "lap" else value
         return result
 
     monkeypatch.setattr(RacerEnv, "step", other)
-    assert difference_from_engine("track-01", None, good_bridge.url).startswith(f"{name} on track-01 is ")
+    assert why_not_like_engine("track-01", None, good_bridge.url).startswith(f"{name} on track-01 is ")
 
 
 # -- after a fault -----------------------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_a_fault_in_a_reset_is_retried_and_before_the_first_tick_no_episode_has_
     envs.reset()
     infos = envs.step(GO[None])[4]
     assert infos["_final_info"].all() and not infos["_episode"].any()
-    envs._cars.close()
+    envs._fleet.cars.close()
     assert envs.reset()[0].shape == (1, 14) and envs.bridge_faults == 2
     envs.close()
 
@@ -375,9 +375,7 @@ def test_the_state_of_the_real_game_is_empty(good_bridge):
 
 def test_after_a_fault_the_episodes_are_staggered_again(good_bridge, no_pauses, monkeypatch, tmp_path):
     """Otherwise all cars would end together for the rest of the run."""
-    envs = RacerVectorEnv(
-        4, config_path=short_episodes(tmp_path, 20), bridge_url=good_bridge.url, retries=1, stagger=True
-    )
+    envs = RacerVectorEnv(4, config_path=short_episodes(tmp_path, 20), bridge_url=good_bridge.url, retries=1, stagger=True)
     envs.reset()
     real, ends = BridgeCars.step, []
 

@@ -13,8 +13,7 @@ import pytest
 from conftest import MODULES, ROOT, promised_tags
 
 import bench_racer
-from racer import compare
-from racer.training.command_line import Task
+from racer import compare, evaluate, export
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
@@ -55,10 +54,10 @@ def test_commands_name_programs_and_flags_that_exist(page, line):
         assert (ROOT / file).exists(), file
     known = {"ppo_racer": MODULES["ppo"].Args, "sac_racer": MODULES["sac"].Args}
     known |= {"bench_racer": bench_racer.Args, "racer.compare": compare.Args}
+    known |= {"racer.evaluate": evaluate.Args, "racer.export": export.Args}
     for program, settings in known.items():
         if re.search(rf"\b{re.escape(program)}(\.py)?\b", line):
-            fields = [*dataclasses.fields(settings), *(dataclasses.fields(Task) if "_racer" in program else ())]
-            names = {f"--{field.name.replace('_', '-')}" for field in fields}
+            names = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(settings)} | {"--slow-game"}
             given = re.findall(r"(--[a-z][\w-]*)", line[line.index(program) :])
             assert set(given) <= names, set(given) - names
 

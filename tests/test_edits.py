@@ -13,11 +13,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES, ROOT, TINY, both, driver_of, flags, load, one_in_short, short_episodes
+from conftest import MODULES, ROOT, TINY, both, driver_of, evaluate_run, flags, load, one_in_short, short_episodes
 
 from callbacks_lite import read_csv
+from racer.export import Args as ExportArgs
+from racer.export import run_export
+from racer.game import observations
 from racer.game.observations import OBS_SIZE
-from racer.training.checkpoints import saved_args
+from racer.training.checkpoints import args_from_json
 from racer.training.evaluation import evaluate
 from racer_env import REWARD_TERMS, RacerEnv, RacerVectorEnv
 
@@ -46,12 +49,14 @@ def works(monkeypatch, module, name: str, folder, *words) -> None:
         monkeypatch.setattr(sys, "argv", [f"{name}_racer.py", *map(str, words)])
         assert module.main() == 0
 
-    run = folder / "edited"
+    run, copy = folder / "edited", folder / f"edited_{name}.py"
     short = {**TINY[name], "total_timesteps": 2048, "config_path": short_episodes(folder, 300)}
     command(*words, *flags({**short, "run_dir": folder, "run_name": "edited"}))
-    command("--evaluate", run, "--episodes", 1)
+    with pytest.raises(ValueError, match=rf"was trained by {copy.name}.*--trainer {run / copy.name}"):
+        evaluate_run(run)
+    evaluate_run(run, trainer=run / copy.name)
     if importlib.util.find_spec("onnx"):  # .ci/run installs it
-        command("--export", folder / "driver", "--checkpoint", run)
+        run_export(ExportArgs(run, out=folder / "driver", trainer=run / copy.name))
 
 
 ACTIVATION = {"ppo": ("nn.ReLU()", "nn.Tanh()", MANY), "sac": ("nn.SiLU()", "nn.Tanh()", MANY)}
@@ -96,13 +101,11 @@ def test_flags_of_any_plain_type_are_one_edit_and_come_back_from_a_checkpoint(mo
     module = edited(name, tmp_path, *edits)
     given = ("--betas", "0.8", "0.99", "--teacher", str(tmp_path / "teacher.pt"))
     works(monkeypatch, module, name, tmp_path, *given)
-    args = saved_args(module.Args, load(name, tmp_path / "edited")["args"])
+    args = args_from_json(module.Args, load(name, tmp_path / "edited")["args"])
     assert args.betas == (0.8, 0.99) and args.teacher == tmp_path / "teacher.pt"
     optimizer = load(name, tmp_path / "edited")["parts"]["optimizer" if name == "ppo" else "actor_optimizer"]
     assert optimizer["param_groups"][0]["betas"] == (0.8, 0.99)
-    monkeypatch.setattr(
-        sys, "argv", [f"{name}_racer.py", "--resume", str(tmp_path / "edited"), "--betas", "0.9", "0.9"]
-    )
+    monkeypatch.setattr(sys, "argv", [f"{name}_racer.py", "--resume", str(tmp_path / "edited"), "--betas", "0.9", "0.9"])
     assert module.main() == 2, "and cannot change when a run is resumed"
 
 
@@ -136,24 +139,74 @@ REWARD_TERMS["smooth"] = lambda observations, actions, info: -0.5 * np.abs(actio
 
 
 @one_in_short
-def test_a_reward_of_one_s_own_is_one_line_that_training_evaluation_and_tags_follow(start, tmp_path, name):
+def test_a_reward_of_one_s_own_is_one_line_that_training_evaluation_and_tags_follow(start, tmp_path, name, monkeypatch):
     script, run = tmp_path / "mine.py", tmp_path / "mine"
     script.write_text(REWARD.format(name=name))
     config = short_episodes(tmp_path, 300)
     settings = {**TINY[name], "total_timesteps": 2048, "config_path": config, "run_dir": tmp_path, "run_name": "mine"}
-    for words, more in (((), settings), (("--evaluate", run, "--episodes", 1, "--json", tmp_path / "out.json"), {})):
-        process = start(name, *words, script=script, **more)
-        out, _ = process.communicate(timeout=100)
-        assert process.returncode == 0, out
+    process = start(name, script=script, **settings)
+    out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0 and f"python -m racer.evaluate {run}" in out, out
+    monkeypatch.setitem(REWARD_TERMS, "smooth", lambda observations, actions, info: -0.5 * np.abs(actions[:, 0]))
+    (mine,) = evaluate_run(run)
+    monkeypatch.delitem(REWARD_TERMS, "smooth")
     assert float(read_csv(run / "metrics.csv")[0]["reward/smooth"]) < -0.01
-    (mine,) = json.loads((tmp_path / "out.json").read_text())
-    agent, given = driver_of(name, run), []
+    agent, given = driver_of(run), []
     (usual,) = evaluate(
         lambda obs: (given.append(agent.drive(obs)), given[-1])[1], RacerVectorEnv(1, config_path=config), ["track-01"]
     )
     assert mine["mean_reward"] == pytest.approx(sum(usual.rewards) - 0.5 * np.abs(np.array(given)[:, 0, 0]).sum())
     best = json.loads((run / "summary.json").read_text())["results"][0]
     assert best["mean_reward"] == pytest.approx(mine["mean_reward"]), "best.pt too"
+
+
+def test_a_mistake_in_an_edit_looks_like_one_in_code_and_what_a_user_gave_is_a_line(monkeypatch, tmp_path, capsys):
+    module = edited("ppo", tmp_path, ("td_errors = rewards + ", "td_errors = rewards[:-1] + ", 1))
+    settings = {**TINY["ppo"], "total_timesteps": 512, "config_path": short_episodes(tmp_path, 60), "run_dir": tmp_path}
+    monkeypatch.setattr(sys, "argv", ["edited_ppo.py", *flags(settings)])
+    with pytest.raises(ValueError, match="could not be broadcast"):
+        module.main()
+    script = tmp_path / "wrong.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import edited_ppo as t; t.run_as_script(t.main)")
+    command = [sys.executable, str(script), *flags(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 1 and "edited_ppo.py" in done.stderr and "in compute_gae" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["edited_ppo.py", "--gamma", "2"])
+    assert module.main() == 2 and "--gamma is 2.0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        (lambda obs, actions, info: np.zeros((len(obs), 2)), r"'own' returned an array of shape \(3, 2\)"),
+        (lambda obs, actions, info: np.array([0.0, np.nan, 1.0]), "'own' returned nan for car 1"),
+        (lambda obs, actions, info: np.full(len(obs), np.inf), "'own' returned inf for car 0"),
+    ],
+)
+def test_a_wrong_reward_term_is_named(monkeypatch, term, message):
+    monkeypatch.setitem(REWARD_TERMS, "own", term)
+    envs = RacerVectorEnv(3)
+    envs.reset(seed=0)
+    with pytest.raises(ValueError, match=message):
+        envs.step(np.zeros((3, 3)))
+
+
+def test_an_observation_that_is_not_finite_is_named(monkeypatch):
+    table = [*observations.OBSERVATIONS]
+    table[9] = table[9]._replace(value=lambda sim, cars: sim.speed[cars] / 0.0 * 0.0)
+    monkeypatch.setattr(observations, "OBSERVATIONS", tuple(table))
+    with pytest.raises(ValueError, match="observation 'speed' is NaN or infinite"):
+        RacerVectorEnv(2).reset(seed=0)
+
+
+def test_settings_from_python_are_those_of_a_command_line_and_presets_say_what_they_set(capsys):
+    args = MODULES["ppo"].read_args("--random-tracks 24 --seed 3")
+    said = capsys.readouterr().out
+    assert (args.random_tracks, args.seed, args.hidden, args.hide_arc) == (24, 3, 128, True)
+    assert "--random-tracks: " in said and "--hidden 128" in said and "--hide-arc" in said
+    for value in (np.float64(1e-3), np.float32(1e-3)):
+        assert type(MODULES["ppo"].Args(learning_rate=value).learning_rate) is float
+    assert type(MODULES["sac"].Args(seed=np.int64(3)).seed) is int
 
 
 def test_a_reward_term_counts_in_the_game_as_on_the_engine(good_bridge, monkeypatch, tmp_path):
@@ -193,11 +246,9 @@ def test_an_observation_is_one_row_in_one_file(start, tmp_path, name):
     table.write_text(text.replace(end, row + end))
     run, config = tmp_path / "runs" / "mine", short_episodes(tmp_path, 60)
     settings = {**TINY[name], "total_timesteps": 512, "config_path": config, "run_dir": run.parent, "run_name": "mine"}
-    for words, more in ((("--random-tracks", 2), settings), (("--evaluate", run), {})):
-        command = [sys.executable, f"{name}_racer.py", *map(str, words), *flags(more)]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""}
-        )
+    for words in ([f"{name}_racer.py", "--random-tracks", "2", *flags(settings)], ["-m", "racer.evaluate", str(run)]):
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
         assert done.returncode == 0, done.stderr
     agent = load(name, run)["parts"]["agent"]
     assert agent["actor.0.weight"].shape[1] == OBS_SIZE + 1
@@ -210,9 +261,9 @@ def test_old_checkpoints_evaluate_and_resume_with_a_new_flag(monkeypatch, tmp_pa
     run = tmp_path / "old"
     settings = {**TINY[name], "config_path": short_episodes(tmp_path, 300), "run_name": "old"}
     old.train(old.Args(**settings, total_timesteps=1024, run_dir=tmp_path))
-    for words in (("--evaluate", run, "--episodes", 1), ("--resume", run, "--total-timesteps", 2048)):
-        monkeypatch.setattr(sys, "argv", [f"{name}_racer.py", *map(str, words)])
-        assert new.main() == 0
+    evaluate_run(run, trainer=new.__file__)
+    monkeypatch.setattr(sys, "argv", [f"{name}_racer.py", "--resume", str(run), "--total-timesteps", "2048"])
+    assert new.main() == 0
     assert load(name, run)["args"]["warp_drive"] == 0.5 and load(name, run)["run"]["steps"] == 2048
 
 

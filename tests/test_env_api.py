@@ -14,11 +14,12 @@ from conftest import assert_same, make_config, short_episodes
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+import ppo_racer
 import racer_env
+from ppo_racer import RewardScaler
 from racer.game.config import DEFAULT_CONFIG_PATH, load_config
 from racer.game.observations import OBS_NAMES, OBS_SIZE
 from racer.game.rules import DEFAULT_CONFIG, STEP_INFO
-from racer.training.reward_scaler import RewardScaler
 from racer_env import RacerEnv, RacerVectorEnv
 
 COAST = np.zeros(3, np.float32)
@@ -132,7 +133,10 @@ def test_a_bad_action_is_named_and_nothing_moves(action, message):
         ({"render_mode": "human"}, "unknown render_mode 'human'. Available: rgb_array"),
         ({"config_path": "nowhere.json"}, "config file nowhere.json cannot be read: No such file"),
         ({"bridge_url": "ws://localhost:1", "start": "anywhere"}, "the real game always starts on the grid"),
-        ({"bridge_url": "ws://localhost:1", "track_id": "mine.json"}, "the real game has only its own tracks"),
+        ({"bridge_url": "ws://localhost:1", "track_id": "mine.json"}, "in the real game --track-id is one of track-01"),
+        ({"bridge_url": "ws://localhost:1", "track_id": "random-1"}, "'random-1' exists only here"),
+        ({"bridge_url": "ws://localhost:1", "render_mode": "rgb_array"}, "render_mode needs the embedded engine"),
+        ({"track_id": "random-01"}, "unknown track 'random-01'"),
         ({"bridge_url": []}, "bridge_url is a list: \\[\\]; one car takes one"),
         ({"bridge_url": 7}, "bridge_url is 7; it must be a string"),
         ({"track_id": None}, "track_id is None; it must be a string"),
@@ -200,10 +204,7 @@ def test_vector_env_is_a_sync_vector_env_of_single_ones(short, start, everyone_a
     mine = RacerVectorEnv(5, tracks[:2], short, start=start)
     assert mine.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
     assert mine.single_action_space == sync.single_action_space and mine.action_space == sync.action_space
-    assert (
-        mine.single_observation_space == sync.single_observation_space
-        and mine.observation_space == sync.observation_space
-    )
+    assert mine.single_observation_space == sync.single_observation_space and mine.observation_space == sync.observation_space
     seeds = [3, 4, 5, 6, 7]
     for (a, info_a), (b, info_b) in [(mine.reset(seed=seeds), sync.reset(seed=seeds)), (mine.reset(), sync.reset())]:
         assert_same(a, b)
@@ -386,9 +387,7 @@ def test_an_action_is_held_for_some_ticks_and_nothing_after_an_end_counts(on_bri
                 wall += info["progress"]
                 if any(end):
                     break
-            assert rewards[i] == pytest.approx(total, abs=1e-12) and infos["progress"][i] == pytest.approx(
-                wall, abs=1e-12
-            )
+            assert rewards[i] == pytest.approx(total, abs=1e-12) and infos["progress"][i] == pytest.approx(wall, abs=1e-12)
             assert [terminated[i], truncated[i]] == end and infos["ticks"][i] == ticks
             assert infos["discount"][i] == (0 if end[0] else discount)
             if any(end):
@@ -515,7 +514,7 @@ def test_reward_scaler_divides_by_the_deviation_of_discounted_returns_and_resets
     np.testing.assert_array_equal(scaler.returns, np.where(done[-1], 0.0, seen[-1]))
 
 
-def test_a_metre_pays_the_same_on_every_track_and_the_cars_of_other_processes_count():
+def test_a_metre_pays_the_same_on_every_track_and_the_cars_of_other_processes_count(monkeypatch):
     """A lap pays 1 on any track, so a tick at the same speed pays less on a longer one, until it is scaled."""
     lengths, speed = np.array([1000.0, 2000.0, 4000.0, 1000.0]), np.random.default_rng(4).uniform(0, 2, (50, 4))
     rewards, done = speed / lengths, np.zeros((50, 4), bool)
@@ -526,8 +525,10 @@ def test_a_metre_pays_the_same_on_every_track_and_the_cars_of_other_processes_co
     first, second = RewardScaler(0.9, lengths[:2]), RewardScaler(0.9, lengths[2:])
     everyone = []
     for part, cars in ((first, slice(0, 2)), (second, slice(2, 4))):
-        part.update(rewards[:, cars], done[:, cars], lambda moments: everyone.append(moments) or [])
-    first.update(rewards[:1, :2], done[:1, :2], lambda moments: everyone)
+        monkeypatch.setattr(ppo_racer, "all_gather", lambda moments: everyone.append(moments) or [])
+        part.update(rewards[:, cars], done[:, cars])
+    monkeypatch.setattr(ppo_racer, "all_gather", lambda moments: everyone)
+    first.update(rewards[:1, :2], done[:1, :2])
     np.testing.assert_allclose(first.moments, scaler.moments, rtol=1e-9)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import MODULES, TINY, args_of, both, command_of, driver_of, one_in_short
+from conftest import MODULES, TINY, args_of, both, driver_of, one_in_short
 
+from racer.export import Args, export_driver, run_export
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
 from racer.game.rules import ACTION_HIGH, ACTION_LOW
-from racer.training.drivers import export_driver, restore_driver
 from racer.training.evaluation import evaluate
 from racer_env import RacerVectorEnv
 
@@ -29,12 +29,11 @@ def trained(name: str, folder: Path, **settings) -> Path:
     return run
 
 
-def export(name: str, checkpoint: Path, folder: Path):
+def export(checkpoint: Path, folder: Path):
     """-> the agent, and what the game makes of the exported pair: observations (N, 14) -> inputs (N, 3)"""
     pytest.importorskip("onnx")
-    onnxruntime, module = pytest.importorskip("onnxruntime"), MODULES[name]
-    args, task = command_of(name, "--export", folder, "--checkpoint", checkpoint)
-    export_driver(restore_driver(task.checkpoint, name, module.make_agent(args)), task.export)
+    onnxruntime = pytest.importorskip("onnxruntime")
+    run_export(Args(checkpoint, out=folder))
     assert sorted(file.name for file in folder.iterdir()) == ["model.onnx", "vecnorm_stats.json"]
     session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
     stats = json.loads((folder / "vecnorm_stats.json").read_text())
@@ -46,12 +45,12 @@ def export(name: str, checkpoint: Path, folder: Path):
         return session.run(["actions"], {"obs": scaled.astype(np.float32)})[0]
 
     drive.session, drive.stats = session, stats
-    return driver_of(name, checkpoint), drive
+    return driver_of(checkpoint), drive
 
 
 @both
 def test_the_exported_pair_acts_as_the_checkpoint_does(tmp_path, name, capsys):
-    agent, drive = export(name, trained(name, tmp_path), tmp_path / "driver")
+    agent, drive = export(trained(name, tmp_path), tmp_path / "driver")
     assert "the actions differ by" in capsys.readouterr().out
     assert set(drive.stats) == {"obs_mean", "obs_var", "clip_obs", "epsilon"}
     sizes = [(i.name, i.shape[1]) for i in (*drive.session.get_inputs(), *drive.session.get_outputs())]
@@ -66,7 +65,7 @@ def test_the_exported_pair_acts_as_the_checkpoint_does(tmp_path, name, capsys):
 
 @one_in_short
 def test_a_driver_that_does_not_see_the_arc_is_exported_as_blind_to_it(tmp_path, name):
-    agent, drive = export(name, trained(name, tmp_path, hide_arc=True), tmp_path / "driver")
+    agent, drive = export(trained(name, tmp_path, hide_arc=True), tmp_path / "driver")
     obs = np.random.default_rng(1).uniform(OBS_LOW, OBS_HIGH, (100, OBS_SIZE)).astype(np.float32)
     elsewhere = obs.copy()
     elsewhere[:, 12] = 1 - obs[:, 12]
@@ -81,10 +80,16 @@ def test_the_exported_pair_drives_the_same_laps(tmp_path, name):
     changes = {"total_timesteps": 300_000 if name == "ppo" else 20_000, "run_dir": tmp_path, "tensorboard": False}
     args = args_of(name, *(["--slow-game"] if name == "sac" else []), **changes)
     folder = Path(MODULES[name].train(args)["run_folder"])
-    agent, drive = export(name, folder, tmp_path / "driver")
+    agent, drive = export(folder, tmp_path / "driver")
     envs = RacerVectorEnv(1)
     (own,), (exported,) = (evaluate(d, envs, ["track-01"]) for d in (agent.drive, drive))
     assert len(own.laps) >= 4 and exported.laps == own.laps
+
+
+def test_an_export_needs_a_place():
+    for given in ({}, {"out": Path("a"), "game": Path("b")}):
+        with pytest.raises(ValueError, match="either --game, the game's folder, or --out"):
+            run_export(Args(Path("runs/NAME"), **given))
 
 
 @pytest.mark.slow
@@ -99,4 +104,4 @@ def test_what_export_misses_is_said(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_onnx)
     with pytest.raises(ValueError, match="pip install onnx onnxruntime"):
-        export_driver(driver_of("ppo", run), tmp_path)
+        export_driver(driver_of(run), tmp_path)

@@ -69,9 +69,7 @@ sys.exit(trainer.main())
 WRITES = [("ppo", 9), *(pytest.param("ppo", at, marks=pytest.mark.slow) for at in range(10, 15))]
 
 
-@pytest.mark.parametrize(
-    ("name", "at"), [*WRITES, *(pytest.param("sac", at, marks=pytest.mark.slow) for at in (9, 10))]
-)
+@pytest.mark.parametrize(("name", "at"), [*WRITES, *(pytest.param("sac", at, marks=pytest.mark.slow) for at in (9, 10))])
 def test_a_kill_in_the_middle_of_a_write_leaves_the_checkpoint_before_it(start, tmp_path, name, at):
     """At every stage of writing checkpoint.pt and best.pt: half a file, a whole one not yet in place."""
     script = tmp_path / "dying.py"
@@ -129,8 +127,7 @@ def test_a_folder_that_goes_away_in_the_middle_of_a_run_stops_nothing(start, tmp
 def test_a_bridge_fault_saves_and_exits_with_3(start, bridge, tmp_path, name, fault):
     script = tmp_path / "impatient.py"
     script.write_text(
-        f"import sys, {name}_racer as t\nfrom racer.game import bridge\n"
-        "bridge.REPLY_TIMEOUT_S = 1.5\nsys.exit(t.main())\n"
+        f"import sys, {name}_racer as t\nfrom racer.game import bridge\nbridge.REPLY_TIMEOUT_S = 1.5\nsys.exit(t.main())\n"
     )
     url = bridge("--fault", fault, "--after", "250").url
     process = start(name, script=script, **on_bridge(name, tmp_path, bridge_url=url))
@@ -185,9 +182,9 @@ class Faulty:
     """The embedded cars, whose step fails at certain ticks like a bridge's, before anything has happened."""
 
     def __init__(self, envs: RacerVectorEnv, faults: set[int]):
-        self.envs, self.cars, self.faults, self.calls = envs, envs._cars, faults, 0
+        self.envs, self.cars, self.faults, self.calls = envs, envs._fleet.cars, faults, 0
         self.track_ids, self.given = self.cars.track_ids, []
-        envs._cars, envs.retries = self, 10
+        envs._fleet.cars, envs.retries = self, 10
         envs._make_cars = lambda: self
 
     def reset(self, cars, seeds=None):
@@ -310,13 +307,13 @@ def test_malformed_replies_are_always_an_error_and_no_wrong_number_is_accepted(c
 @both
 def test_memory_stays_flat(tmp_path, monkeypatch, name):
     """As many iterations, rows, evaluations and checkpoints as in an hour of training, on a small scale."""
-    module, sizes, real = MODULES[name], [], Run.log
+    module, sizes, real = MODULES[name], [], Run._log
 
     def log(self):
         sizes.append(int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)))
         real(self)
 
-    monkeypatch.setattr(Run, "log", log)
+    monkeypatch.setattr(Run, "_log", log)
     own = {
         "ppo": {"action_repeat": 1, "rollout_steps": 16, "minibatch_size": 128},
         "sac": {"action_repeat": 2, "log_every": 256, "learning_starts": 256, "batch_size": 16, "updates": 2, "buffer_size": 320},

@@ -13,20 +13,8 @@ from racer.game.config import load_config
 from racer.game.rules import REWARD_PARTS, TICKS_PER_SECOND
 from racer.game.sim import RacerSim
 from racer.game.tracks import load_track
-from racer.training.evaluation import (
-    HAND_WRITTEN,
-    Episode,
-    best_hand_written,
-    describe,
-    describe_all,
-    eval_metrics,
-    evaluate,
-    fastest_lap,
-    full_throttle,
-    hand_written_settings,
-    score,
-    summarize,
-)
+from racer.training.evaluation import describe_all, describe_more, eval_metrics, evaluate, score, summarize
+from racer.training.references import HAND_WRITTEN, best_hand_written, full_throttle, hand_written_settings
 from racer_env import RacerVectorEnv
 
 # -- laps and episodes -------------------------------------------------------------------------------------------------
@@ -109,7 +97,7 @@ def test_real_laps_are_timed_as_the_engine_times_them(start, repeat, tmp_path):
     envs = RacerVectorEnv(6, tracks, config, start=start, stagger=True, action_repeat=repeat)
     stats = RaceStats(["track-01"] * 6, 1300)
     observations, _ = envs.reset(seed=3)
-    sim, engine_laps = envs._cars.sim, []
+    sim, engine_laps = envs._sim, []
     counted = sim.cross_gates
 
     def cross_gates(*arguments):
@@ -193,61 +181,33 @@ def test_evaluation_times_laps_as_the_engine_does():
     assert [lap.flying for lap in episodes[0].laps] == [False, *[True] * (len(laps[0]) - 1)]
 
 
-def test_an_evaluation_that_stops_when_the_driver_repeats_itself_says_what_the_whole_episode_says():
-    envs, ticks, episodes = RacerVectorEnv(1, render_mode="rgb_array"), [], []
-    for complete in (True, False):
-        given = []
-        episodes += evaluate(
-            lambda obs, given=given: (given.append(1), drive(obs))[1], envs, ["track-01"], complete=complete
-        )
-        ticks.append(len(given))
-    a, b = episodes
-    assert ticks[0] == len(a.rewards) == len(a.off_road) == len(b.rewards) == len(b.off_road) == 3000 > ticks[1] + 500
-    assert sum(b.rewards) == pytest.approx(sum(a.rewards), abs=0.004), "a tick more or less on the last lap"
-    assert abs(sum(a.off_road) - sum(b.off_road)) <= 10 and len(b.laps) == len(a.laps) >= 4
-    for x, y in zip(a.laps, b.laps, strict=True):
-        assert abs(x.ticks - y.ticks) <= 1 and abs(x.end - y.end) <= 5 and x.flying == y.flying
-    assert len(fastest_lap(b)["trajectory"]) == min(lap.ticks for lap in b.laps) + 1, "it was driven"
-
-
 def test_many_tracks_are_a_line_each_and_a_summary_with_the_share_of_the_hand_written_driver_s_reward(tmp_path):
     config = short_episodes(tmp_path, 600)
     tracks = [f"random-{number}" for number in range(1, 8)]
     rewards = {track: reward for track, (reward, *_) in hand_written_settings(tracks, config).items()}
-    episodes = evaluate(lambda obs: full_throttle(obs, 0.5), RacerVectorEnv(7, tracks, config), tracks, complete=False)
+    episodes = evaluate(lambda obs: full_throttle(obs, 0.5), RacerVectorEnv(7, tracks, config), tracks)
     results = [summarize([e], load_config(config), rewards[e.track]) for e in episodes]
     shares = [100 * sum(e.rewards) / rewards[e.track] for e in episodes]
     np.testing.assert_allclose([r["percent_of_hand_written"] for r in results], shares)
     worst = int(np.argmin(shares))
-    assert f"{shares[worst]:.1f} % of the best hand-written" in describe(results[worst])
-    summary = f"{np.mean(shares):.1f} % of the best hand-written (worst {shares[worst]:.1f} % on {tracks[worst]})"
-    assert summary in describe_all(results) and "7 tracks: 7 episodes" in describe_all(results)
+    (summary,) = describe_more(results)
+    assert f"{np.mean(shares):.1f} % of the reward" in summary and f"{shares[worst]:.1f} % on {tracks[worst]}" in summary
+    assert describe_all(results).startswith("7 tracks: ")
     metrics = eval_metrics(results)
     assert metrics["eval/percent_of_hand_written"] == pytest.approx(np.mean(shares)) and len(metrics) <= 15
     assert "eval/random-1/mean_reward" in eval_metrics(results[:2])
 
 
-def test_a_driver_that_does_not_repeat_itself_is_driven_to_the_end():
-    envs, given = RacerVectorEnv(1), []
-
-    def ever_faster(obs):
-        given.append(drive(obs))
-        given[-1][:, 1] = obs[:, 9] * 160 < 50 + len(given) / 60
-        return given[-1]
-
-    (episode,) = evaluate(ever_faster, envs, ["track-01"], complete=False)
-    assert len(given) == len(episode.rewards) == 3000 and len({lap.ticks for lap in episode.laps}) > 2
-
-
 def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():
     envs = RacerVectorEnv(1, render_mode="rgb_array")
     (episode,) = evaluate(drive, envs, ["track-01"])
-    lap = fastest_lap(episode)
+    lap = episode.fastest()
     assert lap["track_id"] == "track-01" and len(lap["trajectory"]) == min(lap.ticks for lap in episode.laps) + 1
     track = load_track("track-01")
     ends = lap["trajectory"][[0, -1], :2] - track.position(0.0)
     assert (np.abs(ends @ track.tangent(0.0)) < 5).all() and (np.hypot(*ends.T) < 60).all(), "from line to line"
-    assert fastest_lap(Episode("track-01")) is None
+    (still,) = evaluate(lambda obs: np.zeros((1, 3)), envs, ["track-01"])
+    assert still.failed and len(still.fastest()["trajectory"]) == 181, "without a lap, all that it did"
 
 
 @pytest.mark.slow

@@ -16,11 +16,13 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, TESTS, args_of, command_of, evaluate_run, wait_for
+from conftest import ROOT, TESTS, args_of, evaluate_run, wait_for
 
 import sac_racer
+from racer.export import Args as ExportArgs
+from racer.export import run_export
 from racer.game import launcher
-from racer.game.bridge import BridgeError
+from racer.game.bridge import BridgeError, retry_pause_s
 from racer.game.launcher import end_bridges, start_bridges
 from racer_env import RacerVectorEnv
 
@@ -101,6 +103,34 @@ def test_a_bridge_that_keeps_dying_is_given_up(game, monkeypatch, caplog):
         seen.add(bridge.process.pid)
         bridge.restart_if_due()
     assert len(seen) == 4 and "restarted 3 times" in caplog.text
+    assert start_bridges(game, 1) != (bridge.url,) and launcher._running.bridges[0] is not bridge, "not its dead URL"
+
+
+def test_a_folder_that_goes_away_does_not_end_the_watcher(game, monkeypatch, caplog):
+    start_bridges(game, 1)
+    monkeypatch.setattr(launcher, "retry_pause_s", lambda failures: 0.0)
+    monkeypatch.setattr(launcher, "MAX_RESTARTS", 3)
+    game.rename(game.with_name("moved"))
+    bridge = launcher._running.bridges[0]
+    bridge.process.kill()
+    until = time.monotonic() + 20
+    while not launcher._running.given_up:
+        assert time.monotonic() < until and launcher._running._watcher.is_alive()
+        time.sleep(0.02)
+    assert "cannot be started" in caplog.text
+
+
+def test_pauses_have_an_end():
+    assert retry_pause_s(0) == 1.0 and retry_pause_s(5000) == 30.0
+
+
+def test_a_slow_start_is_said_and_one_that_never_ends_says_what_to_try(game, tmp_path, monkeypatch, caplog):
+    make_npx(tmp_path / "bin", monkeypatch, "exec cat")
+    monkeypatch.setattr(launcher, "SLOW_START_S", 0.05)
+    monkeypatch.setattr(launcher, "START_TIMEOUT_S", 0.3)
+    with pytest.raises(BridgeError, match=r"by hand: cd .* && npx tsx src/ai/run-bridge\.ts"):
+        start_bridges(game, 1)
+    assert caplog.text.count("Still waiting for the game's bridge") == 1
 
 
 def test_what_is_missing_is_said_with_what_cures_it(game, tmp_path, monkeypatch):
@@ -194,6 +224,45 @@ def test_a_bridge_of_node_ends_with_the_pipe(game, tmp_path, monkeypatch):
     wait_until_gone(urls)
 
 
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """A folder with the real tsx and ws, from npm."""
+    if not shutil.which("npm"):
+        pytest.skip("needs npm")
+    folder = tmp_path_factory.mktemp("packages")
+    done = subprocess.run(["npm", "install", "--no-save", "tsx", "ws"], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"npm has no tsx and ws: {done.stderr[-200:]}")
+    return folder / "node_modules"
+
+
+BRIDGE_IN_TYPESCRIPT = """
+import { WebSocketServer } from "ws";
+const port: number = Number(process.env.BRIDGE_PORT);
+new WebSocketServer({ host: "127.0.0.1", port }).on("listening", () => console.log(`[bridge] listening on ws://127.0.0.1:${port}`));
+"""
+
+
+@pytest.mark.slow
+def test_a_bridge_in_typescript_starts_on_a_machine_where_none_has_run(packages, tmp_path, monkeypatch):
+    """tsx compiles in a worker thread, and keeps what it has compiled in the temporary folder: an empty one shows what breaks."""
+    folder, caches = tmp_path / "game", tmp_path / "empty"
+    (folder / "src" / "ai").mkdir(parents=True)
+    (folder / "src" / "ai" / "run-bridge.ts").write_text(BRIDGE_IN_TYPESCRIPT)
+    (folder / "package.json").write_text('{"type": "module"}')
+    (folder / "node_modules").symlink_to(packages)
+    caches.mkdir()
+    for name in ("TMPDIR", "HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(caches))
+    monkeypatch.setattr(launcher, "START_TIMEOUT_S", 20.0)
+    urls = start_bridges(folder, 2)
+    assert all(map(listens, urls))
+    for bridge in launcher._running.bridges:
+        bridge.hang_up()
+    wait_until_gone(urls)
+    end_bridges()
+
+
 @pytest.mark.slow
 def test_train_resume_elsewhere_and_evaluate_in_the_game(game, tmp_path):
     settings = {"run_dir": tmp_path, "run_name": "run", "log_every": 200, "learning_starts": 200, "batch_size": 16}
@@ -201,19 +270,15 @@ def test_train_resume_elsewhere_and_evaluate_in_the_game(game, tmp_path):
     assert args.bridge_retries == 10 and args.num_envs == 8 and args.bridges >= 1
     result = sac_racer.train(args)
     assert result["finished"]
-    end_bridges()
     moved = game.rename(tmp_path / "moved")
     with pytest.raises(ValueError, match="no such folder"):
         sac_racer.train(args_of("sac", "--resume", tmp_path / "run", total_timesteps=800))
     again = sac_racer.train(args_of("sac", "--resume", tmp_path / "run", "--game", moved, total_timesteps=800))
     assert again["steps"] >= 800
-    assert sac_racer.train(args_of("sac", "--resume", tmp_path / "run", "--bridge-url", total_timesteps=1000))[
-        "finished"
-    ]
-    end_bridges()
-    assert args_of("sac", "--evaluate", tmp_path / "run").game is None
-    (result,) = evaluate_run("sac", tmp_path / "run", "--game", moved)
-    assert launcher._running is not None and result["episodes"] == 1
+    again = sac_racer.train(args_of("sac", "--resume", tmp_path / "run", "--bridge-url", "none", total_timesteps=1000))
+    assert again["finished"] and launcher._running is None, "a run ends its bridges"
+    (result,) = evaluate_run(tmp_path / "run", game=moved)
+    assert launcher._running is None and result["episodes"] == 1
 
 
 def test_an_export_goes_into_the_game_and_keeps_its_own_driver(game, tmp_path):
@@ -223,18 +288,16 @@ def test_an_export_goes_into_the_game_and_keeps_its_own_driver(game, tmp_path):
     assets = game / "public" / "assets"
     assets.mkdir(parents=True)
     (assets / "model.onnx").write_text("the game's own")
-    words = ["--checkpoint", tmp_path / "run", "--game", game, "--export"]
-    assert command_of("sac", *words)[1].export == assets
-    command = [sys.executable, str(ROOT / "sac_racer.py"), *map(str, words)]
+    command = [sys.executable, "-m", "racer.export", str(tmp_path / "run"), "--game", str(game)]
     for _ in range(2):
-        shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert "pnpm dev" in shown and str(game) in shown
     assert (assets / "model.onnx.old").read_text() == "the game's own" and (assets / "vecnorm_stats.json").exists()
 
 
 def test_an_export_into_a_wrong_folder_is_refused(game, tmp_path):
     with pytest.raises(ValueError, match="no such folder"):
-        command_of("sac", "--checkpoint", tmp_path, "--game", tmp_path / "gane", "--export")
+        run_export(ExportArgs(tmp_path, game=tmp_path / "gane"))
     assert not (tmp_path / "gane").exists()
 
 

@@ -16,6 +16,7 @@ from callbacks_lite import read_csv
 from ppo_racer import (
     Agent,
     Args,
+    RewardScaler,
     Storage,
     compute_gae,
     explained_variance,
@@ -29,7 +30,6 @@ from ppo_racer import (
 from racer.game.observations import OBS_SIZE
 from racer.game.rules import ACTION_HIGH, ACTION_LOW
 from racer.training.evaluation import evaluate
-from racer.training.reward_scaler import RewardScaler
 from racer.training.terminal import Clock
 from racer_env import RacerVectorEnv
 

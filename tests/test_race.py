@@ -15,12 +15,14 @@ import pytest
 from conftest import MODULES, ROOT, TINY, both, evaluate_run
 
 import racer
-from racer.compare import Args, main, run_races
+from racer.compare import Args, run_comparison, run_races
+from racer.game.config import DEFAULT_CONFIG_PATH
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS, load_track
-from racer.training.evaluation import BEST_LAP_TICKS, drive_lap, evaluate, full_throttle, laps_of
+from racer.training.evaluation import drive_lap, evaluate
+from racer.training.references import BEST_LAP_TICKS, best_known_lap, full_throttle
 from racer.view.page import race_page
-from racer.view.telemetry import COLUMNS, PLACE, Lap, Race, best_known_lap, load_laps, save_laps
+from racer.view.telemetry import COLUMNS, PLACE, LapTrace, Race, load_laps, save_laps
 from racer_env import RacerVectorEnv
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -43,16 +45,6 @@ def race():
     return Race(laps)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run folder of each algorithm; its driver has learned nothing yet."""
-    folder = tmp_path_factory.mktemp("runs")
-    for name in ("ppo", "sac"):
-        args = MODULES[name].Args(**{**TINY[name], "run_dir": folder, "run_name": name, "total_timesteps": 512})
-        MODULES[name].train(args)
-    return folder
-
-
 # -- telemetry ---------------------------------------------------------------------------------------------------------
 
 
@@ -65,11 +57,12 @@ def test_the_columns_are_what_the_engine_had_at_every_tick():
             [tick, sim.s[0], sim.centre_distance[0], sim.centre_distance[0] > sim.half_width[0], sim.wall_contact[0]]
         )
         sim.step([[0.08, 1.0, 0.0]], observing=False)
-    lap, (tick, arc, distance, off_road, wall) = Lap.of("", "track-02", np.array(places)), np.array(expected, float).T
+    lap, (tick, arc, distance, off_road, wall) = LapTrace.of("", "track-02", np.array(places)), np.array(expected, float).T
     assert tuple(lap.columns) == COLUMNS and 0 < off_road.mean() < 1 and 0 < wall.mean() < 1
-    for name, values in {"tick": tick, "time": tick / 60, "arc": arc, "off_road": off_road}.items():
+    for name, values in {"tick": tick, "time": tick / 60, "off_road": off_road}.items():
         np.testing.assert_allclose(lap.columns[name], values, atol=1e-9, err_msg=name)
-    np.testing.assert_allclose(np.abs(lap.columns["side"]), distance, atol=1e-9)
+    np.testing.assert_allclose(lap.columns["arc"], arc, atol=1e-3, err_msg="the engine's place is one step of Newton's away")
+    np.testing.assert_allclose(np.abs(lap.columns["side"]), distance, atol=1e-6)
     assert (lap.columns["wall_contact"] != wall).sum() <= 1, "before the first move the engine has not looked"
     np.testing.assert_array_equal(np.column_stack([lap.columns[name] for name in PLACE]), places)
     assert not lap.complete and lap.progress[-1] == pytest.approx(lap.progress.max())
@@ -80,14 +73,14 @@ def test_side_is_positive_to_the_left_of_the_centreline():
     along = track.tangent(s)
     left = track.position(s) + 7 * np.column_stack([-along[:, 1], along[:, 0]])
     np.testing.assert_allclose(
-        Lap.of("", "track-01", np.column_stack([left, np.zeros((2, 5))])).columns["side"], 7, atol=0.05
+        LapTrace.of("", "track-01", np.column_stack([left, np.zeros((2, 5))])).columns["side"], 7, atol=0.05
     )
 
 
 def test_rolling_back_over_the_line_is_no_lap():
     track = load_track("track-01")
     s = np.concatenate([np.arange(0, 40, 2.0), np.arange(40, -20, -2.0)]) % track.length
-    lap = Lap.of("", "track-01", np.column_stack([track.position(s), np.zeros((len(s), 5))]))
+    lap = LapTrace.of("", "track-01", np.column_stack([track.position(s), np.zeros((len(s), 5))]))
     assert not lap.complete and lap.progress[-1] == pytest.approx(40 / track.length, abs=1e-3)
 
 
@@ -104,15 +97,13 @@ def test_laps_survive_their_file(tmp_path, race):
 @pytest.mark.parametrize("track", TRACKS)
 def test_the_best_lap_known_is_the_recorded_one(track):
     lap = best_known_lap(track)
-    assert (
-        lap.complete and lap.seconds * 60 == pytest.approx(BEST_LAP_TICKS["clean"][track]) and lap.off_road_share == 0
-    )
+    assert lap.complete and lap.seconds * 60 == pytest.approx(BEST_LAP_TICKS["clean"][track]) and lap.off_road_share == 0
 
 
 def test_every_driven_lap_of_an_episode_has_its_ticks():
     with contextlib.closing(RacerVectorEnv(1, render_mode="rgb_array")) as envs:
         (episode,) = evaluate(full_throttle, envs, ["track-01"])
-    laps = laps_of(episode)
+    laps = episode.lap_traces()
     assert [len(lap.progress) - 1 for lap in laps] == [lap.ticks for lap in episode.laps] and len(laps) >= 6
     assert all(lap.complete for lap in laps)
     off_road = [int(lap.columns["off_road"][1:].sum()) for lap in laps]
@@ -126,10 +117,7 @@ def test_sector_times_and_gaps_add_up_to_the_laps(race):
     assert race.reference.name == "best known" and all(lap.complete for lap in race.laps)
     for lap, sectors in zip(race.laps, race.sectors, strict=True):
         assert sectors.sum() == pytest.approx(lap.seconds, abs=1e-9)
-        assert (
-            race.gap(lap, 1.0) == pytest.approx(lap.seconds - race.reference.seconds, abs=1e-9)
-            and race.gap(lap, 0.0) == 0
-        )
+        assert race.gap(lap, 1.0) == pytest.approx(lap.seconds - race.reference.seconds, abs=1e-9) and race.gap(lap, 0.0) == 0
         assert np.isfinite(race.gap(lap, np.linspace(0, 1, 500))).all()
 
 
@@ -138,12 +126,14 @@ def test_the_place_that_costs_most_is_found():
     best = best_known_lap("track-03")
     at = int(np.searchsorted(best.progress, 0.43))
     columns = {name: np.insert(values, at, np.repeat(values[at], 30)) for name, values in best.columns.items()}
-    race = Race([Lap("stops", "track-03", columns), best])
-    assert race.losses() == ["stops loses most to best known from 40 to 50 % of the lap: 0.50 s of 0.50 s in all."]
+    race = Race([LapTrace("stops", "track-03", columns), best])
+    expected = "stops is 0.500 s slower than best known; it loses most from 40 to 50 % of the lap: 0.500 s."
+    assert race.losses() == [expected]
     lost = race.laps[0].lost_to(best)
     assert lost[at - 5] > 5 and abs(lost[: at // 2]).max() < 1e-6
-    row = next(line for line in race.table().split("\n") if line.startswith("stops"))
-    assert "+0.500" in row and f"{best.seconds + 0.5:.3f}" in row and row.count("*") == 9
+    row, sectors, _ = (line for line in race.table().split("\n") if line.startswith("stops"))
+    assert "+0.500" in row and f"{best.seconds + 0.5:.3f}" in row and sectors.count("*") == 9
+    assert max(map(len, race.table().split("\n"))) <= 100
 
 
 def test_a_driver_that_does_not_finish_is_shown_as_far_as_it_came(tmp_path):
@@ -160,30 +150,28 @@ def test_a_driver_that_does_not_finish_is_shown_as_far_as_it_came(tmp_path):
 
 @both
 def test_a_loaded_driver_drives_one_car_and_many_as_its_agent_does(trained, name):
-    driver = racer.load_driver(trained / name)
+    driver = racer.load_driver(trained(name))
     observations = RacerVectorEnv(3, start="anywhere").reset(seed=1)[0]
     many = driver(observations)
     assert many.shape == (3, 3) and driver(observations[0]).shape == (3,) and driver.steps >= 512
     np.testing.assert_allclose(driver(observations[1]), many[1], atol=1e-6)
-    np.testing.assert_array_equal(racer.load_driver(trained / name / "best.pt")(observations), many)
+    np.testing.assert_array_equal(racer.load_driver(trained(name) / "best.pt")(observations), many)
     assert driver.args.tracks == ("track-01",)
 
 
 def test_compare_takes_drivers_of_every_kind(trained, tmp_path, capsys, race):
     save_laps(tmp_path / "mine.csv", race.laps[:1])
-    words = (str(trained / "ppo"), str(trained / "sac" / "best.pt"), str(tmp_path / "mine.csv"), "best", "hand-written")
+    words = (str(trained("ppo")), str(trained("sac") / "best.pt"), str(tmp_path / "mine.csv"), "best", "hand-written", "limit")
     out = tmp_path / "race.html"
-    assert main(Args(words, out=out)) == 0
+    run_comparison(Args(words, out=out))
     shown = capsys.readouterr().out
     assert (
-        all(f"\n{name} " in shown for name in ("ppo", "sac", "mine", "best known", "hand-written"))
+        all(f"\n{name} " in shown for name in ("ppo", "sac", "mine", "best known", "hand-written", "limit"))
         and str(out) in shown
     )
     assert "<script>" in out.read_text() and out.stat().st_size < 500_000
-    main(Args(words[2:4], png=tmp_path / "race.png", gif=tmp_path / "race.gif"))
-    assert (tmp_path / "race.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "race.gif").read_bytes()[
-        :4
-    ] == b"GIF8"
+    run_comparison(Args(words[2:4], png=tmp_path / "race.png", gif=tmp_path / "race.gif"))
+    assert (tmp_path / "race.png").read_bytes()[:4] == b"\x89PNG" and (tmp_path / "race.gif").read_bytes()[:4] == b"GIF8"
 
 
 def test_bad_words_are_one_clear_line(trained, tmp_path, race):
@@ -194,7 +182,7 @@ def test_bad_words_are_one_clear_line(trained, tmp_path, race):
     for words, tracks, message in (
         ((), (), "no drivers"),
         (("nothing",), (), "nothing does not exist"),
-        ((str(trained / "ppo" / "metrics.csv"),), (), "no column 'track'"),
+        ((str(trained("ppo") / "metrics.csv"),), (), "no column 'track'"),
         ((str(tmp_path / "other.csv"),), (), "no column 'track'"),
         ((str(tmp_path / "cut.csv"),), (), "not a complete telemetry file"),
         ((str(tmp_path / "empty.csv"),), (), "empty has laps on no track"),
@@ -206,21 +194,19 @@ def test_bad_words_are_one_clear_line(trained, tmp_path, race):
             run_races(words, tracks)
     command = [sys.executable, "-m", "racer.compare", "nothing"]
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "nothing does not exist" in failed.stderr
+    assert failed.returncode == 2 and failed.stderr.strip().count("\n") == 0 and "nothing does not exist" in failed.stderr
 
 
 @both
 def test_an_evaluation_writes_its_laps(trained, tmp_path, name, monkeypatch):
     monkeypatch.setattr(MODULES[name].Agent, "drive", lambda self, obs: full_throttle(obs))
     file = tmp_path / "laps.csv"
-    (result,) = evaluate_run(name, trained / name, telemetry=file)
+    (result,) = evaluate_run(trained(name), telemetry=file, config_path=DEFAULT_CONFIG_PATH)
     laps = load_laps(file)
-    assert len(laps) == result["laps"] >= 6 and min(lap.seconds for lap in laps) == pytest.approx(
-        result["best_lap_sec"]
-    )
+    assert len(laps) == result["laps"] >= 6 and min(lap.seconds for lap in laps) == pytest.approx(result["best_lap_sec"])
 
 
-def test_a_run_leaves_its_lap_and_a_race_with_its_own_first_lap(tmp_path, monkeypatch):
+def test_a_run_leaves_its_lap_and_a_race_with_its_first_evaluation(tmp_path, monkeypatch):
     ppo, gains, real = MODULES["ppo"], [0.5, 1.4], MODULES["ppo"].rollout
     monkeypatch.setattr(ppo, "rollout", lambda *arguments: (gains.insert(0, gains.pop()), real(*arguments)))
     monkeypatch.setattr(ppo.Agent, "drive", lambda self, obs: full_throttle(obs, gains[0]))
@@ -230,7 +216,7 @@ def test_a_run_leaves_its_lap_and_a_race_with_its_own_first_lap(tmp_path, monkey
         "run_name": "run",
         "total_timesteps": 1024,
         "eval_every": 512,
-        "action_repeat": 1,
+        "pictures": True,
     }
     result = ppo.train(ppo.Args(**settings))
     (lap,) = load_laps(tmp_path / "run" / "lap-track-01.csv")
@@ -238,7 +224,7 @@ def test_a_run_leaves_its_lap_and_a_race_with_its_own_first_lap(tmp_path, monkey
     data = page_data(tmp_path / "run" / "race.html")
     (race,) = data["races"]
     names = [driver["name"] for driver in race["drivers"]]
-    assert names == ["this run", "best known", "hand-written", "its first lap"] and data["title"] == "run"
+    assert names == ["this run", "best known", "first evaluation"] and data["title"] == "run"
     assert len(race["drivers"][0]["x"]) == len(lap.progress)
 
 
@@ -250,7 +236,7 @@ def page_data(path: Path) -> dict:
 
 
 def test_names_cannot_break_the_page(race):
-    lap = Lap("</script><b>&", "track-01", race.laps[0].columns)
+    lap = LapTrace("</script><b>&", "track-01", race.laps[0].columns)
     text = race_page("a title", [Race([lap])])
     assert "</script><b>" not in text and text.count("</script>") == 1
 
@@ -329,9 +315,7 @@ def test_hovering_a_chart_or_the_track_stands_all_cars_at_one_share(page, race):
 def test_every_choice_of_the_page_draws(page, race):
     """Each changes the picture; the tables show the laps."""
     cells = page.locator("#drivers tr").all_inner_texts()
-    assert all(
-        f"{lap.seconds:.3f}" in text and lap.name in text for lap, text in zip(race.laps, cells[1:], strict=True)
-    )
+    assert all(f"{lap.seconds:.3f}" in text and lap.name in text for lap, text in zip(race.laps, cells[1:], strict=True))
     assert page.locator("#sectors td.best").count() >= 10 and page.locator("#losses li").count() == 2
     page.evaluate("play(false); jump(3)")
     seen = set()

@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -24,7 +25,6 @@ from conftest import (
     Failing,
     args_of,
     assert_same,
-    drive,
     driver_of,
     evaluate_run,
     load,
@@ -37,11 +37,13 @@ from conftest import (
 
 from callbacks_lite import read_csv
 from racer.game.bridge import BridgeError
+from racer.game.config import DEFAULT_CONFIG_PATH
 from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import TRACKS
 from racer.training import checkpoints
 from racer.training import run as run_module
-from racer.training.evaluation import evaluate, hand_written_settings
+from racer.training.evaluation import Episode, evaluate
+from racer.training.references import hand_written_settings
 from racer.training.run import Run
 from racer.training.terminal import ProgressLine
 from racer_env import RacerVectorEnv
@@ -66,8 +68,8 @@ class Lab:
     def resume(self, path: Path, **changes) -> dict:
         return resume(self.name, path, **changes)
 
-    def evaluate(self, path: Path, *words, **settings) -> list[dict]:
-        return evaluate_run(self.name, path, *words, **settings)
+    def evaluate(self, path: Path, **settings) -> list[dict]:
+        return evaluate_run(path, **settings)
 
     def load(self, path: Path) -> dict:
         return load(self.name, path)
@@ -85,8 +87,7 @@ class Lab:
         assert_same(x, y)
         assert_same(self.load(a / "best.pt")["parts"]["agent"], self.load(b / "best.pt")["parts"]["agent"])
         rows = [
-            [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_csv(f / "metrics.csv")]
-            for f in (a, b)
+            [{k: v for k, v in r.items() if not k.startswith("time/")} for r in read_csv(f / "metrics.csv")] for f in (a, b)
         ]
         assert rows[0] == rows[1] and len(rows[0]) == 16
 
@@ -129,11 +130,9 @@ def at_step(monkeypatch, method: str, steps: int, action) -> None:
 
 
 @pytest.mark.parametrize("iteration", [8, *(pytest.param(i, marks=pytest.mark.slow) for i in (3, 15))])
-def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_run_never_stopped(
-    lab, tmp_path, monkeypatch, straight, iteration, capsys
-):
+def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_run_never_stopped(lab, tmp_path, monkeypatch, straight, iteration, capsys):
     with monkeypatch.context() as patch:
-        at_step(patch, "log", iteration * 512, lambda: signal.raise_signal(signal.SIGINT))
+        at_step(patch, "_log", iteration * 512, lambda: signal.raise_signal(signal.SIGINT))
         result = lab.train(tmp_path)
     assert result["steps"] == iteration * 512 and result["signal"] == signal.SIGINT and not result["finished"]
     assert f"--resume {tmp_path / 'run'}" in capsys.readouterr().out
@@ -143,20 +142,38 @@ def test_a_run_stopped_by_ctrl_c_and_resumed_is_the_run_never_stopped(
 
 
 @mostly_shared
-def test_resuming_an_older_file_keeps_what_came_after_it(lab, tmp_path, monkeypatch):
+def test_an_older_file_is_not_resumed_over_a_later_one(lab, tmp_path, monkeypatch):
     """best.pt of step 4,096 in a run of 8,192 steps: the later checkpoint and its rows are not lost."""
     scores = iter([1.0, *[0.0] * 9])
     monkeypatch.setattr(run_module, "score", lambda episodes: next(scores))
     lab.train(tmp_path)
-    run, later = tmp_path / "run", (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    run = tmp_path / "run"
     assert steps_of(lab.name, run / "best.pt") == 4096
-    assert lab.resume(run / "best.pt", total_timesteps=10_240)["steps"] == 10_240
-    assert (run / "checkpoint-8192.pt").read_bytes() == later and (run / "best-8192.pt").exists()
-    rows = [[int(row["step"]) for row in read_csv(run / f"{name}.csv")] for name in ("metrics", "metrics-8192")]
-    assert rows == [list(range(512, 10_241, 512)), list(range(512, 8_193, 512))]
+    with pytest.raises(ValueError, match=r"is of step 4,096, .* has reached step 8,192: resume .* --start-from"):
+        lab.resume(run / "best.pt", total_timesteps=10_240)
     (run / "checkpoint.pt").write_text("damaged")
-    lab.resume(run / "best-8192.pt", total_timesteps=4608)
-    assert (run / "checkpoint-unreadable.pt").read_text() == "damaged"
+    assert lab.resume(run / "best.pt", total_timesteps=4608)["steps"] == 4608
+    assert [int(row["step"]) for row in read_csv(run / "metrics.csv")] == list(range(512, 4609, 512))
+
+
+@mostly_shared
+def test_a_run_that_is_still_going_is_not_resumed(lab, tmp_path, start):
+    process = start(lab.name, **lab.settings(tmp_path, total_timesteps=10**9))
+    wait_for((tmp_path / "run" / "checkpoint.pt").exists, process)
+    with pytest.raises(ValueError, match="belongs to a run that is still going"):
+        lab.resume(tmp_path / "run")
+    process.kill()
+    process.wait()
+    steps = steps_of(lab.name, tmp_path / "run")
+    assert lab.resume(tmp_path / "run", total_timesteps=steps + 512)["steps"] == steps + 512, "a killed run leaves no lock"
+
+
+def test_two_runs_of_the_same_second_have_a_folder_each(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    args = lab.module.Args(**lab.settings(tmp_path, run_name=""))
+    folders = [checkpoints.make_run_folder(lab.name, args) for _ in range(3)]
+    assert [f.name for f in folders] == [f"{lab.name}-track-01-s1-now{n}" for n in ("", "-2", "-3")]
+    assert (folders[0] / f"{lab.name}_racer.py").exists(), "with the trainer that made it"
 
 
 def test_resume_refuses_to_change_what_cannot_change(lab, straight):
@@ -187,14 +204,16 @@ def test_a_loose_checkpoint_is_not_resumed_among_other_files(lab, tmp_path, stra
 @mostly_shared
 def test_a_finished_run_says_that_there_is_nothing_to_do(lab, tmp_path, straight, capsys):
     shutil.copytree(straight, tmp_path / "run")
+    before = (tmp_path / "run" / "summary.json").read_text()
     lab.resume(tmp_path / "run")
     assert "nothing to do: the run is at 8,192 of 8,192 steps" in capsys.readouterr().out
+    assert (tmp_path / "run" / "summary.json").read_text() == before
 
 
 @mostly_shared
-def test_a_moved_run_with_files_of_its_own_resumes_and_changed_rewards_are_noticed(lab, tmp_path, monkeypatch):
+def test_a_moved_run_with_moved_files_resumes_and_changed_rewards_or_tracks_are_noticed(lab, tmp_path, monkeypatch):
     config, track = tmp_path / "cfg.json", tmp_path / "mine.json"
-    config.write_text(lab.usual["config_path"].read_text())
+    config.write_text("\ufeff" + lab.usual["config_path"].read_text(), encoding="utf-8")  # as Notepad writes it
     track.write_text(json.dumps({"name": "mine", "control_points": TRACKS["track-01"]}))
     monkeypatch.chdir(tmp_path)
     files = {"config_path": Path("cfg.json"), "track_id": ("mine.json",)}
@@ -202,12 +221,25 @@ def test_a_moved_run_with_files_of_its_own_resumes_and_changed_rewards_are_notic
     lab.train(Path("runs"), **files, total_timesteps=1024)
     elsewhere = tmp_path / "elsewhere"
     shutil.move(tmp_path / "runs" / "run", elsewhere)
+    assert lab.resume(elsewhere, total_timesteps=1536, track_id=("mine.json",))["steps"] == 1536, "the same, as it was typed"
+    (tmp_path / "files").mkdir()
+    for file in (config, track):
+        shutil.move(file, tmp_path / "files")
+    moved = {"config_path": tmp_path / "files" / "cfg.json", "track_id": (tmp_path / "files" / "mine.json",)}
     monkeypatch.chdir(ROOT)
-    assert lab.resume(elsewhere, total_timesteps=1536)["steps"] == 1536
-    assert lab.evaluate(elsewhere)[0]["track"] == "mine"
-    config.write_text(config.read_text().replace("900", "500"))
-    with pytest.raises(ValueError, match="are not those that the run began with"):
+    with pytest.raises(ValueError, match=r"cfg\.json cannot be read"):
         lab.resume(elsewhere, total_timesteps=2048)
+    assert lab.resume(elsewhere, total_timesteps=2048, **moved)["steps"] == 2048
+    assert lab.evaluate(elsewhere, track_id=(str(moved["track_id"][0]),))[0]["track"] == "mine"
+    moved["config_path"].write_text(moved["config_path"].read_text().replace("900", "500"))
+    with pytest.raises(ValueError, match="are not those that the run began with"):
+        lab.resume(elsewhere, total_timesteps=2560)
+    moved["config_path"].write_text(moved["config_path"].read_text().replace("500", "900"))
+    moved["track_id"][0].write_text(json.dumps({"name": "mine", "control_points": TRACKS["track-02"]}))
+    with pytest.raises(ValueError, match="of other tracks"):
+        lab.resume(elsewhere, total_timesteps=2560)
+    with pytest.raises(ValueError, match="--track-id cannot change"):
+        lab.resume(elsewhere, total_timesteps=2560, track_id=("track-02",))
 
 
 @mostly_shared
@@ -216,9 +248,7 @@ def test_a_run_can_begin_with_the_networks_of_another(lab, tmp_path):
     lab.train(tmp_path, run_name="first", total_timesteps=1024, hidden=32, hide_arc=True)
     first = lab.load(tmp_path / "first")["parts"]["agent"]
     still = {"learning_rate": 0.0, **({"actor_learning_rate": 0.0, "tau": 1e-9} if lab.name == "sac" else {})}
-    settings = lab.settings(
-        tmp_path, run_name="second", total_timesteps=512, config_path=lab.usual["config_path"], **still
-    )
+    settings = lab.settings(tmp_path, run_name="second", total_timesteps=512, config_path=lab.usual["config_path"], **still)
     args = args_of(lab.name, "--start-from", tmp_path / "first", "--track-id", "track-02", **settings)
     assert args.hidden == 32 and args.hide_arc and args.total_timesteps == 512
     result = lab.module.train(args)
@@ -230,9 +260,7 @@ def test_a_run_can_begin_with_the_networks_of_another(lab, tmp_path):
         lab.module.train(other)
     for flag in (("--init-std", 0.1), ("--no-hide-arc",)):  # the loaded networks would overwrite these
         with pytest.raises(ValueError, match=flag[0].replace("no-", "")):
-            lab.module.train(
-                args_of(lab.name, "--start-from", tmp_path / "first", *flag, **settings | {"run_name": "third"})
-            )
+            lab.module.train(args_of(lab.name, "--start-from", tmp_path / "first", *flag, **settings | {"run_name": "third"}))
     assert not (tmp_path / "third").exists()
     start = read_csv(tmp_path / "second" / "metrics.csv")[0]
     assert start["step"] == "0" and float(start["eval/mean_reward"]) == result["start_results"][0]["mean_reward"]
@@ -247,10 +275,10 @@ def test_a_run_can_begin_with_the_networks_of_another(lab, tmp_path):
 @mostly_shared
 def test_evaluate_takes_the_tracks_of_the_training_or_those_that_are_given(lab, tmp_path):
     lab.train(tmp_path, track_id=("track-02",), total_timesteps=512)
-    for words, track in (((), "track-02"), (("--track-id", "track-01"), "track-01")):
-        (result,) = lab.evaluate(tmp_path / "run", *words)
+    for given, track in (({}, "track-02"), ({"track_id": ("track-01",)}, "track-01")):
+        (result,) = lab.evaluate(tmp_path / "run", **given)
         assert result["track"] == track
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(ValueError, match=r"cannot write .*out\.json: No such file"):
         lab.evaluate(tmp_path / "run", json=tmp_path / "no" / "out.json")
     (tmp_path / "run" / "best.pt").unlink()
     assert lab.evaluate(tmp_path / "run")[0]["track"] == "track-02"
@@ -259,7 +287,7 @@ def test_evaluate_takes_the_tracks_of_the_training_or_those_that_are_given(lab, 
 @mostly_shared
 def test_a_signal_saves_though_nobody_reads_what_is_said(lab, tmp_path, monkeypatch):
     """Ctrl+C in `... 2>&1 | tee log` ends tee as well, and then a print fails."""
-    at_step(monkeypatch, "log", 512 * 3, lambda: signal.raise_signal(signal.SIGINT))
+    at_step(monkeypatch, "_log", 512 * 3, lambda: signal.raise_signal(signal.SIGINT))
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, Failing(BrokenPipeError()))
     result = lab.train(tmp_path, checkpoint_every=10**9)
@@ -302,16 +330,16 @@ def test_best_pt_is_the_better_driver_that_was_written(lab, tmp_path, monkeypatc
     """What is announced is what best.pt holds, and a later driver is measured by that."""
     scores, now, write = iter([1.0, 3.0, 2.0, 0.0]), [None], checkpoints.write_checkpoint
     monkeypatch.setattr(run_module, "score", lambda episodes: now[0])
-    real = Run._evaluate
+    real = Run._drive_episodes
 
-    def evaluated(self, drive):
+    def evaluated(self):
         now[0] = next(scores)
-        return real(self, drive)
+        return real(self)
 
     def full(path, checkpoint):
         return write(path, checkpoint) if path.name != "best.pt" or now[0] != 3.0 else False
 
-    monkeypatch.setattr(Run, "_evaluate", evaluated)
+    monkeypatch.setattr(Run, "_drive_episodes", evaluated)
     monkeypatch.setattr(run_module, "write_checkpoint", full)
     result = lab.train(tmp_path, total_timesteps=2048, eval_every=512)
     assert result["best"]["score"] == 2.0 and result["best"]["step"] == 1536
@@ -319,27 +347,33 @@ def test_best_pt_is_the_better_driver_that_was_written(lab, tmp_path, monkeypatc
 
 
 @mostly_shared
-def test_a_replay_is_drawn_of_the_best_lap_even_if_an_earlier_session_drove_it(lab, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(
-        run_module, "draw_best", lambda run, finished=False: drawn.append((run.best["laps"][0], finished))
-    )
-    lap = {"track_id": "track-01", "trajectory": torch.zeros(5, 7).numpy()}
-    monkeypatch.setattr(run_module, "fastest_lap", lambda episode: lap)
-    lab.train(tmp_path, total_timesteps=512)
+def test_the_race_shows_the_best_driver_even_if_an_earlier_session_drove_it(lab, tmp_path, monkeypatch):
+    lab.train(tmp_path, total_timesteps=512, pictures=True)
+    before = (tmp_path / "run" / "lap-track-01.csv").read_text()
     monkeypatch.setattr(run_module, "score", lambda episodes: -1e9)
-    drawn.clear()
     lab.resume(tmp_path / "run", total_timesteps=1024)
-    ((again, replay),) = drawn
-    assert replay and again["track_id"] == "track-01" and (again["trajectory"] == lap["trajectory"]).all()
+    assert (tmp_path / "run" / "lap-track-01.csv").read_text() == before
+    page = (tmp_path / "run" / "race.html").read_text(encoding="utf-8")
+    assert '"latest evaluation"' in page and page.count('"note":"step 512"') == 1
+
+
+@mostly_shared
+def test_a_driver_without_a_lap_is_shown_and_pictures_can_be_left_out(lab, tmp_path):
+    config = short_episodes(tmp_path, 60)
+    run = Path(lab.train(tmp_path, total_timesteps=512, pictures=True, config_path=config)["run_folder"])
+    names = {path.name for path in run.iterdir()}
+    assert {"race.html", "racing_line.png", "replay.gif", "lap-track-01.csv"} <= names
+    assert '"complete":false' in (run / "race.html").read_text(encoding="utf-8")
+    run = Path(lab.train(tmp_path, total_timesteps=512, run_name="plain")["run_folder"])
+    assert not list(run.glob("*.png")) and not (run / "race.html").exists()
 
 
 @mostly_shared
 def test_a_picture_that_cannot_be_drawn_costs_a_warning(lab, tmp_path, monkeypatch):
     lap = {"track_id": "no such track", "trajectory": torch.zeros(5, 7).numpy()}
-    monkeypatch.setattr(run_module, "fastest_lap", lambda episode: lap)
+    monkeypatch.setattr(Episode, "fastest", lambda self: lap)
     with pytest.warns(UserWarning, match="no picture of the best lap"):
-        assert lab.train(tmp_path, total_timesteps=512)["finished"]
+        assert lab.train(tmp_path, total_timesteps=512, pictures=True)["finished"]
 
 
 def test_a_checkpoint_without_a_new_flag_or_with_one_that_is_gone_resumes(lab, tmp_path, straight, capsys):
@@ -476,7 +510,7 @@ BAD = {
     "empty": "is not a valid checkpoint",
     "pickle": "is not a valid checkpoint",
     "foreign": "not a checkpoint",
-    "other": r"is a checkpoint of other_racer\.py; load it with that",
+    "other": r"is a checkpoint of other_racer\.py, not of",
     "newer": "has format 99",
     "bare": "another version wrote it",
     "sizes": "does not fit this program",
@@ -519,7 +553,7 @@ def test_training_evaluating_and_resuming_on_a_bridge(lab, tmp_path, good_bridge
     assert result["finished"] and result["steps"] == 600
     assert lab.resume(tmp_path / "run", total_timesteps=800)["steps"] == 800
     (result,) = lab.evaluate(tmp_path / "run", episodes=2, bridge_url=url)
-    assert result["mean_length"] == 60 and "track-01: 2 episodes, " in capsys.readouterr().out
+    assert result["mean_length"] == 60 and "2 of 2 episodes failed" in capsys.readouterr().out
 
 
 @mostly_shared
@@ -551,7 +585,7 @@ def test_a_run_that_began_on_the_engine_continues_in_the_game(lab, tmp_path, goo
 def test_a_run_that_began_in_the_game_can_continue_on_the_engine(lab, tmp_path, good_bridge):
     settings = {**lab.bridge, "bridge_url": (good_bridge.url,), "config_path": short_episodes(tmp_path, 60)}
     lab.train(tmp_path, **{**settings, "total_timesteps": 200})
-    args = args_of(lab.name, "--resume", tmp_path / "run", "--total-timesteps", 400, "--bridge-url")
+    args = args_of(lab.name, "--resume", tmp_path / "run", "--total-timesteps", 400, "--bridge-url", "none")
     assert args.bridge_url == () and lab.module.train(args)["steps"] == 400
     assert lab.load(tmp_path / "run")["parts"]["envs"][0]
 
@@ -573,14 +607,14 @@ def test_a_fault_before_the_first_tick_leaves_nothing_and_is_retried(lab, tmp_pa
         if len(tries) < 3:
             raise BridgeError("gone")
 
-    monkeypatch.setattr(run_module, "difference_from_engine", flaky)
+    monkeypatch.setattr(run_module, "why_not_like_engine", flaky)
     args = args_of(lab.name, run_dir=folder, bridge_url=(good_bridge.url,), bridge_retries=2, **{
         **TINY_BRIDGE[lab.name], "total_timesteps": 100, "config_path": short_episodes(tmp_path, 60)})  # fmt: skip
     assert lab.module.train(args)["finished"] and len(tries) == 3 and waits == [1.0, 2.0]
 
 
 def test_a_driver_drives_the_same_on_both_backends(lab, straight, good_bridge):
-    agent = driver_of(lab.name, straight)
+    agent = driver_of(straight)
     episodes, given = [], []
     for url in (None, good_bridge.url):
         envs = RacerVectorEnv(1, config_path=lab.usual["config_path"], bridge_url=url)
@@ -598,29 +632,10 @@ def test_no_bridge_is_said_before_anything_is_made(lab, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@mostly_shared
-def test_the_summary_s_best_driver_is_the_one_that_evaluate_sees(lab, tmp_path):
-    """In training an evaluation may stop when the laps repeat; what is said of best.pt is of complete episodes."""
-    config = short_episodes(tmp_path, 3000)
-    agent = lab.module.Agent
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent, "drive", lambda self, obs: drive(obs))
-        scores = iter([1.0, 0.5])
-        patch.setattr(run_module, "score", lambda episodes: next(scores))
-        result = lab.train(tmp_path, config_path=config, total_timesteps=1024, eval_every=512)
-        assert result["best"]["extrapolated"]
-        (again,) = lab.evaluate(tmp_path / "run")
-    assert result["results"] == [again] and again["mean_length"] == 3000
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["results"] == result["results"]
-
-
 @mostly_shared
 def test_random_tracks_are_what_args_say_and_the_file_s_config_is_what_is_compared(lab, tmp_path):
     config = short_episodes(tmp_path, 60)
-    settings = lab.settings(
-        tmp_path, random_tracks=2, off_road_penalty_scale=3.0, config_path=config, total_timesteps=512
-    )
+    settings = lab.settings(tmp_path, random_tracks=2, off_road_penalty_scale=3.0, config_path=config, total_timesteps=512)
     args = lab.module.Args(**{**settings, "run_name": ""})
     assert args.tracks == ("random-1", "random-2")
     folder = Path(lab.module.train(args)["run_folder"])
@@ -637,15 +652,15 @@ def test_random_tracks_are_what_args_say_and_the_file_s_config_is_what_is_compar
         lab.module.Args(slow_game=True)
 
 
-@pytest.mark.parametrize("lab", ["sac", pytest.param("ppo", marks=pytest.mark.slow)], indirect=True)
-def test_runs_of_the_format_before_resume_and_evaluate(lab, tmp_path):
-    """Saved by the last version with format 3: other names, random tracks with a scaled penalty, cuts counted by length."""
-    shutil.copytree(ROOT / "tests" / "golden" / "format-3" / lab.name, tmp_path / "run")
-    before = lab.load(tmp_path / "run")
-    assert before["args"]["stuck_ticks"] == 60 and before["config"]["weights"]["offTrackPenalty"] == -0.001
-    assert lab.resume(tmp_path / "run", total_timesteps=1280)["steps"] == 1280
-    tracks = ["random-1", "random-2"] if lab.name == "ppo" else ["track-01"]
-    assert [result["track"] for result in lab.evaluate(tmp_path / "run")] == tracks
+def test_a_run_of_the_version_before_resumes_and_ends_as_it_would_have_there(lab, tmp_path):
+    """Saved by commit 0c74df7 after 4 of 8 iterations; `agent.npz` is what that version reached in the end."""
+    shutil.copytree(ROOT / "tests" / "golden" / "0c74df7" / lab.name, tmp_path / "run")
+    assert lab.resume(tmp_path / "run", config_path=short_episodes(tmp_path, 300))["steps"] == 4096
+    expected, agent = np.load(tmp_path / "run" / "agent.npz"), lab.load(tmp_path / "run")["parts"]["agent"]
+    assert set(agent) == set(expected.files)
+    for name, values in agent.items():  # other processors round otherwise
+        np.testing.assert_allclose(values, expected[name], atol=1e-3, err_msg=name)
+    assert lab.evaluate(tmp_path / "run")[0]["track"] == "track-01"
 
 
 @mostly_shared
@@ -658,18 +673,12 @@ def test_a_run_with_reward_terms_is_not_resumed_without_them(lab, tmp_path, monk
 
 
 @mostly_shared
-def test_every_run_is_compared_with_the_best_hand_written_setting(lab, tmp_path):
-    """In its metrics, its summary and in --evaluate --json, also on one track and with rewards of one's own."""
-    reward, *_ = hand_written_settings(["track-01"], lab.usual["config_path"])["track-01"]
-    lab.train(tmp_path, total_timesteps=512)
-    (result,) = json.loads((tmp_path / "run" / "summary.json").read_text())["results"]
-    expected = pytest.approx(100 * result["mean_reward"] / reward)
-    assert result["percent_of_hand_written"] == expected
-    rows = read_csv(tmp_path / "run" / "metrics.csv")
-    assert (
-        float(rows[-1]["eval/percent_of_hand_written"])
-        == float(rows[-1]["eval/track-01/percent_of_hand_written"])
-        == expected
-    )
-    lab.evaluate(tmp_path / "run", json=tmp_path / "out.json")
-    assert json.loads((tmp_path / "out.json").read_text())[0]["percent_of_hand_written"] == expected
+def test_an_evaluation_is_compared_with_the_best_hand_written_setting_and_a_run_with_the_limit(lab, tmp_path, straight):
+    config = lab.usual["config_path"]
+    reward, *_ = hand_written_settings(["track-01"], config)["track-01"]
+    lab.evaluate(straight, json=tmp_path / "out.json")
+    (result,) = json.loads((tmp_path / "out.json").read_text())
+    assert result["percent_of_hand_written"] == pytest.approx(100 * result["mean_reward"] / reward)
+    assert lab.evaluate(straight, config_path=DEFAULT_CONFIG_PATH)[0]["track"] == "track-01"
+    summary = json.loads((straight / "summary.json").read_text())
+    assert {"percent_of_limit", "cutting"} <= set(summary["results"][0]) and summary["steps_per_sec"] > 0

@@ -15,7 +15,7 @@ import sac_racer
 from callbacks_lite import read_csv
 from racer.game.observations import OBS_SIZE
 from racer.game.rules import ACTION_HIGH, ACTION_LOW
-from racer.training.evaluation import full_throttle
+from racer.training.references import full_throttle
 from racer_env import RacerVectorEnv
 from sac_racer import (
     Agent,
@@ -141,9 +141,7 @@ def drawn(buffer: ReplayBuffer, n_step: int, count: int = 4000, scale=None) -> d
     """What is sampled, by the observation it began with: obs -> (reward, discount, next_obs)"""
     scale = np.ones(buffer.num_envs) if scale is None else scale
     batch = buffer.sample(count, n_step, scale, torch.Generator().manual_seed(0))
-    rows = zip(
-        *(batch[k].reshape(count, -1)[:, 0].tolist() for k in ("obs", "rewards", "discounts", "next_obs")), strict=True
-    )
+    rows = zip(*(batch[k].reshape(count, -1)[:, 0].tolist() for k in ("obs", "rewards", "discounts", "next_obs")), strict=True)
     return {obs: rest for obs, *rest in rows}
 
 
@@ -211,9 +209,7 @@ def test_the_actor_has_a_rate_of_its_own_and_all_fall_over_the_run(tmp_path, mon
 
     monkeypatch.setattr(sac_racer, "update", update)
     train(small(tmp_path, learning_rate=1e-3, actor_learning_rate=1e-4, total_timesteps=2048, run_name="a"))
-    np.testing.assert_allclose(
-        np.array(rates) / rates[0][1], np.outer([r[1] for r in rates], [0.1, 1, 1]) / rates[0][1]
-    )
+    np.testing.assert_allclose(np.array(rates) / rates[0][1], np.outer([r[1] for r in rates], [0.1, 1, 1]) / rates[0][1])
     assert rates[0][1] == pytest.approx(7.5e-4) and rates[-1][1] == pytest.approx(2.5e-4)
 
 
@@ -275,8 +271,7 @@ def test_the_critics_learn_the_targets_and_the_actor_what_they_value():
     samples["rewards"] = samples["actions"][:, 0] - samples["actions"][:, 1]  # steering right is good, throttle is bad
     optimizers = make_optimizers(agent, Args(learning_rate=3e-3, actor_learning_rate=3e-3))
     losses = [
-        run_update(agent, samples, optimizers, updates=30, tau=1.0, autotune=False)["train/critic_loss"]
-        for _ in range(15)
+        run_update(agent, samples, optimizers, updates=30, tau=1.0, autotune=False)["train/critic_loss"] for _ in range(15)
     ]
     assert losses[-1] < losses[0] / 10
     steer, throttle, _ = agent.drive(samples["obs"].numpy()).mean(0)
@@ -313,7 +308,7 @@ def test_alpha_learns_only_with_autotune_and_the_actor_every_policy_frequency_th
 @pytest.mark.slow
 def test_it_learns_to_drive_laps(tmp_path):
     changes = {"total_timesteps": 120_000, "num_envs": 64, "updates": 8, "batch_size": 256, "log_every": 10_000}
-    changes |= {"buffer_size": 30_000, "learning_starts": 5_000, "config_path": sac_racer.DEFAULT_CONFIG_PATH}
+    changes |= {"buffer_size": 30_000, "learning_starts": 5_000, "config_path": None}
     best = train(small(tmp_path, **changes))["best"]["results"][0]
     assert best["laps"] >= 1, best
 

@@ -19,7 +19,7 @@ from conftest import MODULES, ROOT, TINY, both, flags, load, one_in_short, resum
 
 from callbacks_lite import read_csv
 from racer.training import processes
-from racer.training.fleet import make_envs
+from racer.training.run import Run
 from racer_env import RacerVectorEnv
 
 USUAL = {"total_timesteps": 4096, "eval_every": 2048, "checkpoint_every": 1024, "start": "anywhere", "run_name": "a"}
@@ -127,16 +127,14 @@ def test_a_run_of_several_processes_repeats_bit_for_bit_and_so_does_its_resumpti
     rows = [rows_of(tmp_path / run) for run in "ab"]
     assert rows[0] == rows[1] and len(rows[0]) == 8 and rows[0][-1]["step"] == "4096"
     for run in "ab":
-        assert "resuming from step 4,096" in finish(
-            launch(name, "--resume", tmp_path / run, "--total-timesteps", "6144")
-        )
+        assert "resuming from step 4,096" in finish(launch(name, "--resume", tmp_path / run, "--total-timesteps", "6144"))
     assert torch.equal(weights(tmp_path / "a", name), weights(tmp_path / "b", name))
 
 
 AVERAGE = """
 import json, sys, numpy as np, torch, ppo_racer
 import racer.training.processes as c
-from racer.training.reward_scaler import RewardScaler
+from ppo_racer import RewardScaler
 c.init_processes()
 rank, size = c.rank(), c.world_size()
 torch.manual_seed(0)
@@ -149,8 +147,8 @@ loss.square().mean().backward()
 c.average_gradients(optimizer)
 scaler = RewardScaler(0.9, np.ones(12 // size))
 rewards = np.random.default_rng(0).normal(size=(5, 12))[:, rank * (12 // size):][:, :12 // size]
-scaler.update(rewards, np.zeros(rewards.shape, bool), c.all_gather)
-result = {'gradient': agent.critic[0].weight.grad.flatten().tolist(), 'moments': scaler.moments}
+scaler.update(rewards, np.zeros(rewards.shape, bool))
+result = {'gradient': agent.critic[0].weight.grad.flatten().tolist(), 'moments': scaler.moments.tolist()}
 open(sys.argv[sys.argv.index('--run-name') + 1] + str(rank), 'w').write(json.dumps(result))
 c.exit_process(0, wait_for_others=True)
 """
@@ -193,15 +191,13 @@ def test_a_stray_world_size_is_named(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     assert MODULES["ppo"].main() == 2
     said = capsys.readouterr().err
-    assert (
-        "WORLD_SIZE is 3, but RANK, MASTER_ADDR, MASTER_PORT is not set; start several processes with torchrun" in said
-    )
+    assert "WORLD_SIZE is 3, but RANK, MASTER_ADDR, MASTER_PORT is not set; start several processes with torchrun" in said
 
 
 def test_what_processes_cannot_share_is_said(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match=r"--num-envs is 16; it must be a multiple of the number of processes \(3\)"):
-        make_envs(MODULES["ppo"].Args(num_envs=16, minibatch_size=64))
+        Run("ppo", MODULES["ppo"].Args(num_envs=16, minibatch_size=64)).__enter__()
 
 
 def test_a_process_drives_its_part_of_the_fleet():
@@ -342,9 +338,7 @@ def test_what_could_not_be_saved_is_said_once(launch, tmp_path):
     script.write_text(UNWRITABLE)
     process = launch("ppo", script=script)
     out, _ = process.communicate(timeout=100)
-    assert process.returncode and out.count("could not be written") == 1 and out.count("There is no checkpoint") == 1, (
-        out
-    )
+    assert process.returncode and out.count("could not be written") == 1 and out.count("There is no checkpoint") == 1, out
 
 
 @pytest.mark.slow
@@ -371,7 +365,5 @@ def test_the_others_wait_for_a_process_that_waits_for_its_bridge(launch, bridge,
     short |= {"action_repeat": 1}
     process = launch("ppo", script=script, **short, eval_every=10**9, bridge_url=urls, bridge_retries=3)
     out, _ = process.communicate(timeout=100)
-    assert (
-        "(attempt 3 of 3)" in out and "exitcode  : 3" in out and "Resume from the last checkpoint with: torchrun" in out
-    ), out
+    assert "(attempt 3 of 3)" in out and "exitcode  : 3" in out and "Resume from the last checkpoint with: torchrun" in out, out
     assert "another process of this run has died" not in out

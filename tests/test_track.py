@@ -15,6 +15,7 @@ from racer.game.sim import RacerSim
 from racer.game.track import Track
 from racer.game.tracks import RANDOM_HALF_WIDTH, TRACKS, load_track
 from racer.game.world import World, tables_of
+from racer.training.run import Run
 
 OVAL = [[0, 0, 20], [200, 0, 20], [300, 100, 15], [200, 200, 20], [0, 200, 20], [-100, 100, 20]]
 
@@ -233,4 +234,4 @@ def test_a_track_file_s_name_is_fit_for_files_and_tags(tmp_path):
         load_track(str(path))
     path.write_text(json.dumps({"name": "track-01", "control_points": OVAL}))
     with pytest.raises(ValueError, match="different names"):
-        Args(track_id=("track-01", str(path)))
+        Run("ppo", Args(track_id=("track-01", str(path)))).__enter__()
