@@ -5,8 +5,8 @@
 
 A driver is a run folder or a checkpoint of either algorithm, `best` (the best lap known, on the game's tracks), `limit` (the
 shortest line on the road at full speed, on every track), `hand-written` (full throttle and a steering rule, at its best setting)
-or a telemetry CSV. Each shows its fastest lap of an episode from the grid on the embedded engine. Gaps are to the fastest clean lap,
-or to the limit.
+or a telemetry CSV. Each shows its fastest lap of an episode from the grid on the embedded engine. Gaps are to the fastest clean
+lap, or to the limit.
 """
 
 from __future__ import annotations

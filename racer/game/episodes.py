@@ -42,7 +42,7 @@ class Fleet:
             self.recorder.begin(cars, lengths)
 
     def ticks(self, actions, count: int = 1):
-        """Hold the actions for some ticks. Yields after each: observations (or None), rewards, terminated, truncated, stuck, info"""
+        """Hold the actions for some ticks. Yields after each: observations or None, rewards, terminated, truncated, stuck, info"""
         observing = self.stuck.limit > 0 or bool(REWARD_TERMS)
         for observations, rewards, terminated, truncated, info in self.cars.step(actions, count, observing):
             rewards = add_reward_terms(observations, actions, rewards, info)

@@ -20,12 +20,14 @@ from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import track_name
 from racer.training.checkpoints import (
     CHECKPOINT_FORMAT, args_to_json, check_resumed, load_checkpoint, lock_folder, make_run_folder, mismatch_as_error,
-    network_settings, provenance, restore_components, resumed_folder, save_components, to_numpy_like, trainer_file, write_checkpoint,
+    network_settings, provenance, restore_components, resumed_folder, save_components, to_numpy_like, trainer_file,
+    write_checkpoint,
 )  # fmt: skip
 from racer.training.evaluation import EVAL_TAGS, eval_metrics, evaluate, lines_of, score, summarize, why_not_like_engine
-from racer.training.processes import (  # trainers take the collective functions from here
-    ProcessError, SharedError, all_gather, broadcast_from_rank0, extend_timeout, gather_on_rank0, process_seed,
-    rank, remember, run_on_all, world_size,
+from racer.training.processes import average_gradients  # noqa: F401  trainers take the collective functions from here
+from racer.training.processes import (
+    ProcessError, SharedError, all_gather, broadcast_from_rank0, extend_timeout, gather_on_rank0, process_seed, rank, remember,
+    run_on_all, world_size,
 )  # fmt: skip
 from racer.training.references import best_known_lap, limit_lap
 from racer.training.terminal import (
