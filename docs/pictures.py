@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from racer.compare import Args, main, run_races  # noqa: E402
+from racer.compare import Args, run_comparison, run_races  # noqa: E402
 from racer.view.page import race_page  # noqa: E402
 from racer.view.pictures import draw_laps  # noqa: E402
 
@@ -126,7 +126,7 @@ def photograph_tensorboard(browser, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Args((DRIVER, "best"), ("track-02",), gif=HERE / "race.gif"))
+    run_comparison(Args((DRIVER, "best"), ("track-02",), gif=HERE / "race.gif"))
     learning_curves().save(HERE / "learning.png")
     unseen_tracks().quantize(128).save(HERE / "unseen.png")
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:

@@ -19,6 +19,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from bench_racer import PUBLISHED_LAP_SEC, UNSEEN, holds_from  # noqa: E402
+from racer.game.limit import limit_seconds  # noqa: E402
+from racer.game.tracks import load_track  # noqa: E402
 from racer.training.references import BEST_LAP_TICKS, BEST_REWARD  # noqa: E402
 
 PAGES = (HERE.parent / "README.md", HERE / "results.md")
@@ -48,8 +50,13 @@ def measured() -> tuple[dict, dict]:
 def track_row(runs: list[dict], place: int = 0) -> list[str]:
     results = [run["results"][place] for run in runs]
     laps = [result["flying_lap_sec"] or math.inf for result in results]
+    percents = [percent_of_limit(results[0]["track"], lap) for lap in laps]
     rewards, off_road = ([result[key] for result in results] for key in ("mean_reward", "off_road_share"))
-    return [pair(laps, max), pair(rewards, min), pair([100 * share for share in off_road], max, 1)]
+    return [pair(laps, max), pair(percents, min, 1), pair(rewards, min), pair([100 * share for share in off_road], max, 1)]
+
+
+def percent_of_limit(track: str, lap_sec: float) -> float:
+    return 100 * limit_seconds(load_track(track)) / lap_sec
 
 
 def held(runs: list[dict], which: int, digits: int = 0) -> str:
@@ -68,7 +75,10 @@ def trained_table(results: dict) -> str:
             steps = held(entry["runs"], 0) if len(tracks) == 1 else ""
             seconds = number(median(run["seconds"] for run in entry["runs"]), 0) if place == 0 else ""
             rows.append([command, track, *track_row(entry["runs"], place), steps, seconds])
-    return table(("command", "track", "flying lap (s)", "reward", "off the road (%)", "holds from step", "seconds"), rows)
+    return table(
+        ("command", "track", "flying lap (s)", "% of the limit", "reward", "off the road (%)", "holds from step", "seconds"),
+        rows,
+    )
 
 
 def unseen_table(results: dict) -> str:
@@ -91,11 +101,14 @@ def unseen_table(results: dict) -> str:
 def drivers_table(results: dict) -> str:
     rows = []
     for entry in (entry for entry in results["results"] if "runs" not in entry):
-        values = number(entry["flying_lap_sec"]), number(entry["mean_reward"]), number(100 * entry["off_road_share"], 1)
-        rows.append([entry["track"], entry["label"], *values])
+        percent = percent_of_limit(entry["track"], entry["flying_lap_sec"])
+        percent = f"{percent:.1f}{', cutting' if entry['clean_laps'] < entry['laps'] / 2 else ''}"
+        values = number(entry["mean_reward"]), number(100 * entry["off_road_share"], 1)
+        rows.append([entry["track"], entry["label"], number(entry["flying_lap_sec"]), percent, *values])
     for track, reward in BEST_REWARD.items():
-        rows.append([track, "best known", number(BEST_LAP_TICKS["clean"][track] / 60), number(reward), "0.0"])
-    head = ("track", "driver", "flying lap (s)", "reward", "off the road (%)")
+        lap = BEST_LAP_TICKS["clean"][track] / 60
+        rows.append([track, "best known", number(lap), f"{percent_of_limit(track, lap):.1f}", number(reward), "0.0"])
+    head = ("track", "driver", "flying lap (s)", "% of the limit", "reward", "off the road (%)")
     return table(head, sorted(rows, key=lambda cells: cells[0]))
 
 
@@ -135,16 +148,16 @@ def front_table(results: dict, peers: dict) -> str:
     ):
         if label in entries:
             runs = entries[label]["runs"]
-            lap, reward, _ = track_row(runs)
+            lap, _, reward, _ = track_row(runs)
             seconds = number(median(run["seconds"] for run in runs), 0)
             steps = f"{median(run['steps'] for run in runs):,.0f}"
             rows.append([f"`{label.removesuffix(' --eval-every 2000')}`", lap, reward, steps, seconds])
-    peer = next(entry for entry in peers["peers"] if entry["label"] == "SB3 PPO, tuned")
-    lap, reward, _ = track_row(peer["runs"])
+    peers = [entry for entry in peers["peers"] if entry["label"].startswith("SB3 PPO")]
+    peer = max(peers, key=lambda entry: median(run["results"][0]["mean_reward"] for run in entry["runs"]))
+    lap, _, reward, _ = track_row(peer["runs"])
     whole, total = (median(run[key] for run in peer["runs"]) for key in ("seconds", "steps"))
-    rows.append(
-        [f"Stable-Baselines3's PPO, tuned (seeds: {len(peer['runs'])})", lap, reward, f"{total:,.0f}", number(whole, 0)]
-    )
+    label = f"Stable-Baselines3's PPO{peer['label'].removeprefix('SB3 PPO')} (seeds: {len(peer['runs'])})"
+    rows.append([label, lap.split(" / ")[0], reward.split(" / ")[0], f"{total:,.0f}", number(whole, 0)])
     rows.append(["best known", number(BEST_LAP_TICKS["clean"]["track-01"] / 60), number(BEST_REWARD["track-01"]), "", ""])
     return table(("track-01", "flying lap (s)", "reward", "steps", "seconds"), rows)
 

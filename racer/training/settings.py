@@ -183,7 +183,7 @@ def parse_args(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: st
         values["bridge_url"] = ()
     if not given.resume and rank() == 0:
         for preset in applied:
-            print_safely(f"{preset.flag}: {show_flags({name: values[name] for name in preset.values})}")
+            print_safely(_show_preset(preset.flag, {name: values[name] for name in preset.values}))
     return Args(**values)
 
 
@@ -213,9 +213,12 @@ def show_flags(values: dict) -> str:
 
 def _about(doc: str, presets) -> str:
     """What --help says first: the examples of the trainer's docstring, and the presets."""
-    texts = (f"{preset.flag}: {show_flags(preset.values)}" for preset in presets)
-    lines = [textwrap.fill(text, 100, initial_indent="    ", subsequent_indent=" " * 8) for text in texts]
-    return "\n\n".join([*doc.split("\n\n")[:2], "Presets, defaults that these flags bring:", "\n".join(lines)])
+    lines = [textwrap.indent(_show_preset(preset.flag, preset.values), "    ") for preset in presets]
+    return "\n\n".join([*doc.split("\n\n")[:2], "Presets, defaults that these flags set:", "\n".join(lines)])
+
+
+def _show_preset(flag: str, values: dict) -> str:
+    return textwrap.fill(f"{flag} sets {show_flags(values)}", 96, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _parse(Args, defaults: dict, words: list[str], doc: str) -> dict:
