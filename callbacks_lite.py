@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import io
 import math
 import os
@@ -72,10 +73,8 @@ class MetricsLogger:
 
     def _open_wandb(self, project: str, settings: dict | None):
         """Before TensorBoard's log is opened, which wandb then watches."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise UserError("--wandb needs a package that is not installed: pip install wandb") from error
+        import wandb
+
         return wandb.init(
             project=project, name=self.folder.name, config=settings, dir=str(self.folder), sync_tensorboard=True, save_code=True
         )
@@ -143,6 +142,14 @@ class MetricsLogger:
             writer.writeheader()
             writer.writerows(rows)
         os.replace(temporary, self.csv_path)
+
+
+def check_wandb(tensorboard: bool) -> None:
+    """UserError if nothing could be logged there."""
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError("--wandb needs a package that is not installed: pip install wandb")
+    if not tensorboard:
+        raise UserError("--wandb takes what TensorBoard gets; leave out --no-tensorboard")
 
 
 def _quiet_for_tensorboard(hook):

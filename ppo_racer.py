@@ -133,6 +133,7 @@ class Args(Settings):
         what = f"{samples} (--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps})"
         found = f"--minibatch-size is {self.minibatch_size}, more than the samples of a rollout: {what}"
         self.require(self.minibatch_size <= samples, found)
+        self.require(samples <= 20_000_000, f"a rollout has {what} samples, more than fit into memory")
 
     @property
     def steps_per_update(self) -> int:
@@ -158,7 +159,7 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
         "rollout_steps": 64, "minibatch_size": 128, "update_epochs": 8, "learning_rate": 1e-3, "eval_every": 10_000,
         "checkpoint_every": 10_000,
     }),
-    Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": os.cpu_count() or 1}),
+    Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": min(os.cpu_count() or 1, 256)}),
 )  # fmt: skip
 
 # == Agent =============================================================================================================

@@ -112,9 +112,9 @@ class Args(Settings):
     """actions kept in the replay buffer, all processes together; keeping only recent ones gave faster laps"""
     learning_starts: Whole = 5_000
     """steps before learning starts, or fewer if the buffer is full"""
-    batch_size: Count = 160
+    batch_size: Annotated[Count, Range(1, 1_000_000)] = 160
     """samples per optimiser step, all processes together"""
-    updates: Whole = 8
+    updates: Annotated[Whole, Range(0, 10_000)] = 8
     """optimiser steps of the critics per action of all cars, made while the cars drive"""
     policy_frequency: Count = 2
     """critic updates per actor update"""
@@ -168,7 +168,7 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
         "learning_starts": 3_500, "actor_learning_rate": 8e-5, "anneal_lr": False, "tau": 0.1, "init_alpha": 0.001,
         "noise_memory": 0.8, "batch_size": 256, "updates": 16, "log_every": 2_000, "eval_every": 10_000, "checkpoint_every": 10_000,
     }),
-    Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": max(1, (os.cpu_count() or 1) - 1)}),
+    Preset("--game", lambda given: given.game, {"bridge_retries": 10, "bridges": min(max(1, (os.cpu_count() or 1) - 1), 256)}),
 )  # fmt: skip
 LOG_STD_RANGE = -5.0, 1.0  # of the policy before squashing
 MOST_THROTTLE = 0.99  # --init-throttle is clamped to this in [-1, 1]: atanh(1) is infinite
@@ -419,10 +419,10 @@ def make_optimizers(agent: Agent, args: Args) -> tuple[torch.optim.Adam, torch.o
     return tuple(torch.optim.Adam(p, lr=args.learning_rate, fused=True) for p in (actor, agent.critics.parameters()))
 
 
-def set_learning_rates(actor_optimizer, critic_optimizer, args: Args, share: float) -> None:
+def set_learning_rates(actor_optimizer, critic_optimizer, args: Args, fraction: float) -> None:
     groups = (*actor_optimizer.param_groups, *critic_optimizer.param_groups)  # actor, alpha, critics
     for group, rate in zip(groups, (args.actor_learning_rate, *[args.learning_rate] * 2), strict=True):
-        group["lr"] = share * rate
+        group["lr"] = fraction * rate
 
 
 def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args: Args, generator) -> dict[str, float]:

@@ -28,7 +28,7 @@ from racer.training.references import best_known_lap, full_throttle, hand_writte
 from racer.training.settings import as_command, run_as_script
 from racer.training.terminal import print_safely
 from racer.view.page import race_page
-from racer.view.telemetry import LapTrace, Race, load_laps
+from racer.view.telemetry import COLOURS, LapTrace, Race, load_laps
 
 REFERENCES = ("best", "limit", "hand-written")
 
@@ -45,11 +45,11 @@ class Args:
     """write a picture to this file instead of the page; of several tracks, a file for each"""
     gif: Path | None = None
     """write an animation to this file instead of the page; of several tracks, a file for each"""
-    trainer: Path | None = None
-    """the file that trained the checkpoints, if that is not ppo_racer.py or sac_racer.py; it is imported"""
+    trainer: tuple[Path, ...] = ()
+    """files that trained some of the checkpoints, as far as that is not ppo_racer.py or sac_racer.py; they are imported"""
 
 
-def source_of(word: str, trainer: Path | None = None) -> TrainedDriver | list[LapTrace] | str:
+def source_of(word: str, trainer: tuple[Path, ...] = ()) -> TrainedDriver | list[LapTrace] | str:
     """What a word of the command line means."""
     if word in REFERENCES:
         return word
@@ -95,10 +95,11 @@ def names_of(words: tuple[str, ...]) -> list[str]:
     paths = [Path(word) for word in words]
     short = [path.parent.name if path.name in ("best.pt", "checkpoint.pt") else path.name for path in paths]
     short = [name.removesuffix(".csv").removesuffix(".pt") for name in short]
-    return [name if name and short.count(name) == 1 else word for name, word in zip(short, words, strict=True)]
+    own = [word in REFERENCES or name not in (*COLOURS, *REFERENCES) for name, word in zip(short, words, strict=True)]
+    return [n if n and k and short.count(n) == 1 else word for n, k, word in zip(short, own, words, strict=True)]
 
 
-def run_races(words: tuple[str, ...], tracks: tuple[str, ...] = (), trainer: Path | None = None) -> list[Race]:
+def run_races(words: tuple[str, ...], tracks: tuple[str, ...] = (), trainer: tuple[Path, ...] = ()) -> list[Race]:
     """A race on every track, shown as a table."""
     if not words:
         raise UserError("no drivers; give run folders, checkpoints, telemetry files, `best`, `limit` or `hand-written`")

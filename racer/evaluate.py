@@ -22,6 +22,7 @@ import tyro
 
 from racer.game.checks import UserError
 from racer.game.rewards import REWARD_TERMS
+from racer.game.tracks import check_game_tracks
 from racer.training.checkpoints import load_checkpoint, load_driver
 from racer.training.evaluation import describe_more, evaluate, lines_of, summarize
 from racer.training.references import hand_written_settings
@@ -62,19 +63,23 @@ class Args:
 def run_evaluation(args: Args) -> list[dict]:
     """-> a summary per track (evaluation.py), which is also printed"""
     driver = load_driver(args.checkpoint, args.trainer)
-    if args.episodes < 1:
-        raise UserError(f"--episodes is {args.episodes}; it must be 1 or more")
+    for flag, value, most in (("--episodes", args.episodes, 100_000), ("--bridges", args.bridges, 256)):
+        if not 1 <= value <= most:
+            raise UserError(f"{flag} is {value}; it must be from 1 to {most}")
     if args.game and args.bridge_url:
         raise UserError("--game and --bridge-url are mutually exclusive")
+    if args.telemetry and (args.game or args.bridge_url):
+        raise UserError("--telemetry needs the embedded engine, since the real game does not say where its cars are")
     checkpoint = load_checkpoint(args.checkpoint, None, "best.pt")
     if missing := set(checkpoint.get("reward_terms", [])) - set(REWARD_TERMS):
         print_safely(f"trained with the reward terms {', '.join(sorted(missing))}, which are not in these rewards")
-    torch.set_num_threads(1)  # as in training
     for file in (args.json, args.telemetry):
         with writing(file):
             file and file.open("a").close()  # fail now, not after the drive
     tracks = args.track_id or driver.args.tracks
     config, urls = args.config_path or checkpoint["config"], args.bridge_url
+    if args.game or urls:
+        check_game_tracks(tracks)
     if args.game:
         from racer.game.launcher import end_bridges, start_bridges
 
@@ -83,13 +88,16 @@ def run_evaluation(args: Args) -> list[dict]:
     if args.start == "grid" and not urls:  # deterministic: one episode is like the other, and like that of the training
         references, count = hand_written_settings(tracks, config), 1
     each = "1 episode" if count == 1 else f"{count} episodes"
-    print_safely(f"{each} per track, from {'the grid' if args.start == 'grid' else 'anywhere'}")
+    print_safely(f"{each} on each of {len(tracks)} tracks, from {'the grid' if args.start == 'grid' else 'anywhere'}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in training
     settings = {"bridge_url": list(urls) or None, "start": args.start, "retries": 10 if args.game else 0}
     settings |= {"render_mode": "rgb_array"} if args.telemetry else {}
     try:
         with contextlib.closing(RacerVectorEnv(count * len(tracks), tracks, config, **settings)) as envs:
             episodes = evaluate(driver.agent.drive, envs, tracks, args.seed)
     finally:
+        torch.set_num_threads(threads)
         if args.game:
             end_bridges()
     results = [

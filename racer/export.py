@@ -27,7 +27,7 @@ from racer.game.launcher import GAME_ASSETS, check_folder
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
 from racer.training.checkpoints import load_driver
 from racer.training.settings import as_command, run_as_script
-from racer.training.terminal import print_safely
+from racer.training.terminal import print_safely, quote
 
 LARGEST_DIFFERENCE = 1e-5  # between the actions of the exported model and of the checkpoint
 
@@ -97,7 +97,7 @@ def run_export(args: Args) -> None:
     with writing(folder):
         export_driver(driver.agent, folder)
     if args.game:
-        print_safely(f"race it: cd {args.game} && pnpm dev")
+        print_safely(f"race it: cd {quote(args.game)} && pnpm dev")
 
 
 @as_command

@@ -68,7 +68,7 @@ def test_the_limit_binds_clean_laps_and_a_lap_that_cuts_says_so():
     config, limit = load_config(DEFAULT_CONFIG_PATH), limit_seconds(load_track("track-01"))
     half = summarize([episode("track-01", (500, 0), (770, 0), (772, 0))], config)
     assert half["percent_of_limit"] == pytest.approx(100 * limit / (771 / 60)) and not half["cutting"]
-    assert f"({half['percent_of_limit']:.1f} % of the limit)" in describe(half)
+    assert f"({half['percent_of_limit']:.1f} % of limit)" in describe(half)
     cutting = summarize([episode("track-01", (500, 0), (378, 90), (700, 0), (370, 90))], config)
     assert cutting["percent_of_limit"] > 100 and cutting["cutting"] and "%, cutting)" in describe(cutting)
     assert (cutting["laps"], cutting["clean_laps"], cutting["best_clean_lap_sec"]) == (4, 2, pytest.approx(500 / 60))

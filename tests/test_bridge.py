@@ -19,7 +19,7 @@ from racer.game import bridge as racer_bridge
 from racer.game.bridge import BridgeCars, BridgeError
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS
-from racer.training.evaluation import TWIN_TICKS, why_not_like_engine
+from racer.training.evaluation import COMPARED_TICKS, why_not_like_engine
 from racer_env import RacerEnv, RacerVectorEnv
 
 GO = np.array([0.0, 1.0, 0.0])
@@ -250,7 +250,7 @@ def test_the_game_and_the_embedded_engine_are_compared_into_a_wall(good_bridge, 
         assert why_not_like_engine(track, None, good_bridge.url) is None
         sim = RacerSim(1, [track])
         touched = [
-            sim.step(np.array([[0.3 * np.sin(t / 5), 1.0, 0.0]])) and sim.wall_contact[0] for t in range(1, TWIN_TICKS + 1)
+            sim.step(np.array([[0.3 * np.sin(t / 5), 1.0, 0.0]])) and sim.wall_contact[0] for t in range(1, COMPARED_TICKS + 1)
         ]
         assert any(touched), "the wall is a part of the comparison"
     other = bridge("--engine-force", "56000").url

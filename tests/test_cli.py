@@ -100,7 +100,9 @@ def test_some_flags_choose_the_defaults_of_others(name):
     ("words", "message"),
     [
         (("--evaluate", "runs/a"), "python -m racer.evaluate runs/a"),
-        (("--export",), "python -m racer.export runs/NAME"),
+        (("--evaluate=runs/a b",), "python -m racer.evaluate 'runs/a b'"),
+        (("--export", "--game", "G", "--checkpoint", "runs/a"), "python -m racer.export runs/a --game G"),
+        (("--export", "out", "--checkpoint", "runs/a"), "python -m racer.export runs/a --out out"),
         (("--start-from", "a", "--resume", "b"), "--start-from is for a new run; leave it out with --resume"),
         (("--slow-game", "--resume", "a"), "--slow-game .* --resume"),
         (("--random-tracks", "2", "--track-id", "track-02"), "--random-tracks and --track-id are mutually exclusive"),
@@ -210,6 +212,16 @@ def test_args_made_in_python_take_plain_values_and_name_the_wrong_ones():
     ):
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is {value!r}"):
             MODULES["ppo"].Args(**{name: value})
+
+
+@pytest.mark.skipif(os.name != "posix", reason="another shell's rules")
+def test_a_command_line_as_text_is_read_like_in_a_shell():
+    args = MODULES["ppo"].read_args("--run-dir 'a b' --track-id track-01 mine.json")
+    assert args.run_dir == Path("a b") and args.track_id == ("track-01", "mine.json")
+    with pytest.raises(ValueError, match="is not a command line"):
+        MODULES["ppo"].read_args("--run-name 'a")
+    with pytest.raises(ValueError, match="--track-id"):
+        MODULES["ppo"].Args(track_id=None)
 
 
 @pytest.mark.parametrize("words", [("--random-tracks", "abc"), ("--resume",)])

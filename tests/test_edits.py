@@ -203,7 +203,7 @@ def test_settings_from_python_are_those_of_a_command_line_and_presets_say_what_t
     args = MODULES["ppo"].read_args("--random-tracks 24 --seed 3")
     said = capsys.readouterr().out
     assert (args.random_tracks, args.seed, args.hidden, args.hide_arc) == (24, 3, 128, True)
-    assert "--random-tracks: " in said and "--hidden 128" in said and "--hide-arc" in said
+    assert "--random-tracks sets " in said and "--hidden 128" in said and "--hide-arc" in said
     for value in (np.float64(1e-3), np.float32(1e-3)):
         assert type(MODULES["ppo"].Args(learning_rate=value).learning_rate) is float
     assert type(MODULES["sac"].Args(seed=np.int64(3)).seed) is int

@@ -52,6 +52,14 @@ def test_the_line_stays_on_the_road_and_no_clean_lap_is_faster_than_it_by_more_t
         assert best_known_lap(track).path_length > length - 160 * DT_S
 
 
+@pytest.mark.parametrize("number", [5, 8, 15])
+def test_in_turns_tighter_than_the_road_is_wide_the_line_does_not_zigzag(number):
+    line, _ = shortest_line(load_track(f"random-{number}"))
+    heading = np.arctan2(*(np.roll(line, -1, 0) - line).T[::-1])
+    turn = np.mod(np.roll(heading, -1) - heading + math.pi, 2 * math.pi) - math.pi
+    assert np.abs(turn).max() < math.radians(20)
+
+
 @pytest.mark.slow
 def test_a_driver_that_stays_on_the_road_is_slower_than_the_limit():
     from racer.training.evaluation import evaluate

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import MODULES, ROOT, TINY, both, evaluate_run
 
 import racer
@@ -195,6 +196,24 @@ def test_bad_words_are_one_clear_line(trained, tmp_path, race):
     command = [sys.executable, "-m", "racer.compare", "nothing"]
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2 and failed.stderr.strip().count("\n") == 0 and "nothing does not exist" in failed.stderr
+
+
+def test_a_copy_of_a_trainer_is_compared_with_the_original(trained, tmp_path):
+    """And with one whose name is that of a reference: it is not taken for it."""
+    mine = tmp_path / "limit"
+    shutil.copytree(trained("ppo"), mine)
+    copy, text = mine / "my_ppo.py", (ROOT / "ppo_racer.py").read_text()
+    copy.write_text(text.replace("nn.ReLU()", "nn.Tanh()"))
+    for file in mine.glob("*.pt"):
+        torch.save({**torch.load(file, weights_only=True), "trainer": "my_ppo.py"}, file)
+    words = (str(trained("ppo")), str(mine))
+    with pytest.raises(ValueError, match=rf"was trained by my_ppo\.py.*--trainer {copy}"):
+        run_races(words)
+    (race,) = run_races((*words, "best"), trainer=(copy,))
+    assert names_of(words) == ["ppo", str(mine)] and race.reference.name == "best known"
+    ours, theirs = race.laps[:2]
+    assert not np.array_equal(ours.columns["steer"][:50], theirs.columns["steer"][:50]), "another activation"
+    assert [race.colour(lap) for lap in race.laps] == [0, 4, 1]
 
 
 @both

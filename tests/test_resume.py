@@ -55,7 +55,7 @@ class Lab:
     def __init__(self, name: str, folder: Path):
         self.name, self.module, self.folder = name, MODULES[name], folder
         self.usual = {**TINY[name], "total_timesteps": 8192, "eval_every": 4096, "checkpoint_every": 1024}
-        self.usual |= {"start": "anywhere", "config_path": short_episodes(folder, 900), "stuck_ticks": 60}
+        self.usual |= {"start": "anywhere", "config_path": short_episodes(folder, 300), "stuck_ticks": 60}
         self.usual |= {"noise_memory": 0.8, "actor_learning_rate": 1e-4} if name == "sac" else {}
         self.bridge = {**self.usual, **TINY_BRIDGE[name], "total_timesteps": 600}
 
@@ -160,7 +160,7 @@ def test_an_older_file_is_not_resumed_over_a_later_one(lab, tmp_path, monkeypatc
 def test_a_run_that_is_still_going_is_not_resumed(lab, tmp_path, start):
     process = start(lab.name, **lab.settings(tmp_path, total_timesteps=10**9))
     wait_for((tmp_path / "run" / "checkpoint.pt").exists, process)
-    with pytest.raises(ValueError, match="belongs to a run that is still going"):
+    with pytest.raises(ValueError, match="is in use by another process"):
         lab.resume(tmp_path / "run")
     process.kill()
     process.wait()
@@ -171,9 +171,12 @@ def test_a_run_that_is_still_going_is_not_resumed(lab, tmp_path, start):
 def test_two_runs_of_the_same_second_have_a_folder_each(lab, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "now")
     args = lab.module.Args(**lab.settings(tmp_path, run_name=""))
-    folders = [checkpoints.make_run_folder(lab.name, args) for _ in range(3)]
+    folders = [checkpoints.make_run_folder(lab.name, args, Path(__file__)) for _ in range(3)]
     assert [f.name for f in folders] == [f"{lab.name}-track-01-s1-now{n}" for n in ("", "-2", "-3")]
-    assert (folders[0] / f"{lab.name}_racer.py").exists(), "with the trainer that made it"
+    assert (folders[0] / Path(__file__).name).exists(), "with the trainer that made it"
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ValueError, match="choose another --run-dir"):
+        checkpoints.make_run_folder(lab.name, lab.module.Args(**lab.settings(tmp_path / "link", run_name="")))
 
 
 def test_resume_refuses_to_change_what_cannot_change(lab, straight):
@@ -227,19 +230,28 @@ def test_a_moved_run_with_moved_files_resumes_and_changed_rewards_or_tracks_are_
         shutil.move(file, tmp_path / "files")
     moved = {"config_path": tmp_path / "files" / "cfg.json", "track_id": (tmp_path / "files" / "mine.json",)}
     monkeypatch.chdir(ROOT)
-    with pytest.raises(ValueError, match=r"cfg\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"mine\.json cannot be read"):
         lab.resume(elsewhere, total_timesteps=2048)
     assert lab.resume(elsewhere, total_timesteps=2048, **moved)["steps"] == 2048
     assert lab.evaluate(elsewhere, track_id=(str(moved["track_id"][0]),))[0]["track"] == "mine"
-    moved["config_path"].write_text(moved["config_path"].read_text().replace("900", "500"))
+    moved["config_path"].write_text(moved["config_path"].read_text().replace("300", "500"))
     with pytest.raises(ValueError, match="are not those that the run began with"):
         lab.resume(elsewhere, total_timesteps=2560)
-    moved["config_path"].write_text(moved["config_path"].read_text().replace("500", "900"))
+    moved["config_path"].write_text(moved["config_path"].read_text().replace("500", "300"))
     moved["track_id"][0].write_text(json.dumps({"name": "mine", "control_points": TRACKS["track-02"]}))
     with pytest.raises(ValueError, match="of other tracks"):
         lab.resume(elsewhere, total_timesteps=2560)
     with pytest.raises(ValueError, match="--track-id cannot change"):
         lab.resume(elsewhere, total_timesteps=2560, track_id=("track-02",))
+
+
+@mostly_shared
+def test_a_track_file_that_is_deleted_while_a_run_goes_on_changes_nothing(lab, tmp_path, monkeypatch):
+    track = tmp_path / "mine.json"
+    track.write_text(json.dumps({"name": "mine", "control_points": TRACKS["track-01"]}))
+    at_step(monkeypatch, "_log", 512, track.unlink)
+    result = lab.train(tmp_path, track_id=(track,), total_timesteps=1024, eval_every=512, pictures=True)
+    assert result["finished"] and (tmp_path / "run" / "race.html").exists() and not track.exists()
 
 
 @mostly_shared

@@ -36,7 +36,7 @@ MAX_REPLY_BYTES = 65_536
 LONGEST_PAUSE_S = 30.0  # between two attempts to reconnect
 BRIDGE_HINT = (
     "Start the game's bridge (in the game's folder: npx tsx src/ai/run-bridge.ts) and check the URL, "
-    "or leave it out to drive on the embedded engine (with --resume: --bridge-url without a URL)."
+    "or leave it out to drive on the embedded engine (with --resume: --bridge-url none)."
 )
 
 

@@ -27,7 +27,7 @@ from racer.game.bridge import BridgeCars
 from racer.game.checks import UserError, excerpt
 from racer.game.rules import ACTION_NAMES, RESET_INFO, STARTS
 from racer.game.sim import RacerSim
-from racer.game.tracks import TRACKS
+from racer.game.tracks import TRACKS, check_game_tracks
 
 ENGINE_NAMES = {  # what the engine calls the entries of info, but for the reward parts
     "tick": "step_count", "rawSpeed": "speed", "lap": "lap", "checkpoint": "checkpoint", "stepCount": "step_count",
@@ -89,14 +89,12 @@ def make_cars(num_cars: int, track_id, config: dict, bridge_url, start: str, fir
     urls = as_names(bridge_url, "bridge_url", "Leave it out to drive on the embedded engine")
     if start != "grid":
         raise UserError(f"start is {start!r}, but the real game always starts on the grid; leave it out with a bridge")
-    for track in track_ids:
-        if track.lower().endswith(".json") or track.startswith("random-"):
-            raise UserError(f"track {track!r} exists only here; in the real game --track-id is one of {', '.join(TRACKS)}")
+    check_game_tracks(track_ids)
     return BridgeCars(int(num_cars), track_ids, config, urls, first_car)
 
 
 def check_actions(actions, shape: tuple[int, ...]) -> np.ndarray:
-    """Actions as finite float64 of this shape, or a ValueError that names the value. The box is not enforced: the game clamps."""
+    """Actions as finite float64 of this shape, or a UserError that names the value. The box is not enforced: the game clamps."""
     try:
         array = np.asarray(actions)
     except ValueError as error:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,11 @@ def excerpt(value, length: int = 80) -> str:
     """The beginning of any value, for a message."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= length else text[:length] + "..."
+
+
+def quote(path) -> str:
+    """A path as it is typed in this system's shell."""
+    return subprocess.list2cmdline([str(path)]) if os.name == "nt" else shlex.quote(str(path))
 
 
 def read_json(path: Path, what: str):

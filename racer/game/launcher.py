@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from racer.game.bridge import BridgeError, retry_pause_s
-from racer.game.checks import UserError
+from racer.game.checks import UserError, quote
 
 SCRIPT = Path("src", "ai", "run-bridge.ts")
 GAME_ASSETS = Path("public", "assets")  # where the browser game loads its driver from
@@ -70,7 +70,7 @@ atexit.register(end_bridges)
 
 
 def check_folder(folder: Path) -> None:
-    """ValueError if the game is not there, with what to do."""
+    """UserError if the game is not there, with what to do."""
     if not folder.is_dir():
         raise UserError(f"--game is {folder}, and there is no such folder; give the game's: {WHERE}")
     if not (folder / SCRIPT).is_file():
@@ -78,13 +78,15 @@ def check_folder(folder: Path) -> None:
 
 
 def check_packages(folder: Path) -> None:
-    """ValueError if the game cannot be started, with what to do."""
+    """UserError if the game cannot be started, with what to do."""
     if not shutil.which("npx"):
         raise UserError("--game needs Node.js 20 or later, and there is no npx on the PATH; get it from https://nodejs.org")
     for package in ("tsx", "ws"):
         if not any((parent / "node_modules" / package).exists() for parent in (folder, *folder.parents)):
             manager = "pnpm" if shutil.which("pnpm") and (folder / "pnpm-lock.yaml").exists() else "npm"
-            raise UserError(f"the game's packages are not installed (no {package}); type: cd {folder} && {manager} install")
+            raise UserError(
+                f"the game's packages are not installed (no {package}); type: cd {quote(folder)} && {manager} install"
+            )
 
 
 class GameBridges:
@@ -120,9 +122,9 @@ class GameBridges:
             self._watcher.join()
         for bridge in self.bridges:
             bridge.hang_up()
-        patient_until_s = time.monotonic() + STOP_TIMEOUT_S
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
         for bridge in self.bridges:
-            bridge.close(patient_until_s)
+            bridge.close(deadline_s)
 
 
 class Bridge:
@@ -159,7 +161,7 @@ class Bridge:
                 raise BridgeError(f"the game's bridge ended at once, with:\n{self.last_lines()}")
             elif now > self._began_s + START_TIMEOUT_S:
                 problem = f"the game's bridge does not listen on port {self.port} after {START_TIMEOUT_S:g} s"
-                by_hand = f"To see why, start it by hand: cd {self.folder} && npx tsx {SCRIPT.as_posix()}"
+                by_hand = f"To see why, start it by hand: cd {quote(self.folder)} && npx tsx {SCRIPT.as_posix()}"
                 raise BridgeError(f"{problem}:\n{self.last_lines()}\n{by_hand}")
             elif now > slow_s:
                 slow_s = math.inf
@@ -202,10 +204,10 @@ class Bridge:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
-    def close(self, patient_until_s: float) -> None:
+    def close(self, deadline_s: float) -> None:
         """After `hang_up`: end all its processes, also those that hang."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(max(0.0, patient_until_s - time.monotonic()))
+            self.process.wait(max(0.0, deadline_s - time.monotonic()))
         self._end_group()
         self.process.wait()
         self.output.close()

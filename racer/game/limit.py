@@ -3,7 +3,7 @@
     line, length = shortest_line(load_track("track-01"))      # (480, 2), 1026.6 units
     limit_seconds(load_track("track-01"))                     # 6.416 s, length / MAX_SPEED
 
-A lap that never leaves the road is a closed line on the road, so its way is no shorter than `length`, and no car is faster than
+A lap that never leaves the road is a closed line on the road, so it is no shorter than `length`, and no car is faster than
 MAX_SPEED: that bounds every clean lap from a flying start. (Laps are counted in ticks, so one may be up to a tick below.) Good
 laps on the game's tracks come within a tick of it, since there full throttle is right all the way. Where a turn needs braking
 the bound cannot be reached; then it still bounds, but says less. A lap that cuts over the shoulder can be quicker.
@@ -22,7 +22,7 @@ COUNTS = (60, 120, 240, 480)  # points of the line: a coarse one first, then eve
 STEPS = 150  # of each
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def shortest_line(track: Track) -> tuple[np.ndarray, float]:
     """The shortest closed line that stays on the road: points in the order of driving (480, 2), and its length.
 
@@ -45,14 +45,16 @@ def limit_seconds(track: Track) -> float:
 
 def _shorten(sideways, centre, normal, half_width) -> np.ndarray:
     """Projected gradient descent on the length, with momentum, which starts again whenever the line became longer."""
-    step = np.hypot(*(centre[1] - centre[0])) / 4  # the curvature of the length is at most 4 / (distance of two points)
     before, ahead, age, shortest = sideways, sideways, 1.0, np.inf
     for _ in range(STEPS):
         line = centre + ahead[:, None] * normal
         chord = np.roll(line, -1, 0) - line
-        lengths = np.sqrt((chord * chord).sum(1))
+        lengths = np.sqrt((chord * chord).sum(1)) + 1e-12
         along = chord / lengths[:, None]
         slope = ((np.roll(along, 1, 0) - along) * normal).sum(1)
+        step = (
+            np.minimum(lengths, np.roll(lengths, 1)) / 4
+        )  # the curvature of the length is at most 4 / (distance of two points)
         sideways = np.clip(ahead - step * slope, -half_width, half_width)
         age = 1.0 if lengths.sum() > shortest else (1 + np.sqrt(1 + 4 * age * age)) / 2
         shortest = lengths.sum()

@@ -209,7 +209,7 @@ class Track:
 
 
 def check_control_points(name: str, control_points) -> np.ndarray:
-    """Control points as a (C, 3) array, or a ValueError that says which point is wrong and why."""
+    """Control points as a (C, 3) array, or a UserError that says which point is wrong and why."""
     if not isinstance(control_points, (list, tuple, np.ndarray)):
         found = type(control_points).__name__
         raise UserError(f"track {name!r}: control_points must be a list of [x, y, half_width], got {found}")

@@ -35,12 +35,14 @@ TRACKS: dict[str, list[tuple[float, float, float]]] = {  # (x, y, half-width), c
         (-340, -160, 22)],
 }
 # fmt: on
-CACHED_TRACKS = 64  # of a process; a Track is small, and its tables (world.py) are cached in smaller numbers
+CACHED_TRACKS = 512  # of a process; a Track is small, and its tables (world.py) are cached in smaller numbers
 RANDOM_LENGTH, RANDOM_HALF_WIDTH = (1_100.0, 3_000.0), (11.0, 30.0)  # of random tracks: about those of the game
 
 
 def load_track(track_id: str) -> Track:
     """A built-in or random track by name, or a track from a JSON file by path. The same contents give the same object."""
+    if track_id in _pinned:
+        return _pinned[track_id]
     if track_id in TRACKS:
         return _cached_track(track_id, tuple(TRACKS[track_id]))
     if number := re.fullmatch(r"random-(0|[1-9]\d{0,14})", str(track_id)):
@@ -57,6 +59,28 @@ def load_track(track_id: str) -> Track:
         raise UserError(f"track file {path}: name is {name!r}; it must be a string of letters, digits, spaces and . _ -")
     points = check_control_points(name, data["control_points"])
     return _track_of_file(name, tuple(map(tuple, points.tolist())))
+
+
+_pinned: dict[str, Track] = {}
+
+
+@contextlib.contextmanager
+def pinned_tracks(track_ids):
+    """Inside, track files are as they were at its beginning: one that is edited or deleted changes nothing for a run."""
+    files = {track: load_track(track) for track in track_ids if track.lower().endswith(".json")}
+    _pinned.update(files)
+    try:
+        yield
+    finally:
+        for track in files:
+            _pinned.pop(track, None)
+
+
+def check_game_tracks(track_ids) -> None:
+    """UserError for a track that the real game cannot have."""
+    for track in track_ids:
+        if track.lower().endswith(".json") or track.startswith("random-"):
+            raise UserError(f"track {track!r} exists only here; in the real game --track-id is one of {', '.join(TRACKS)}")
 
 
 def track_name(track_id: str) -> str:

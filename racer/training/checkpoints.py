@@ -36,6 +36,7 @@ import subprocess
 import sys
 import time
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 
 import gymnasium
@@ -100,9 +101,11 @@ def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "chec
     path = find_checkpoint(path, prefer)
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except Exception as error:  # torch raises many kinds: truncated, not a checkpoint, a pickle with code in it
         code = str(error).startswith("Weights only")
-        reason = "it does not hold tensors alone" if code else "truncated, or not written by torch.save"
+        reason = "it contains objects other than tensors" if code else "truncated, or not written by torch.save"
         other = "checkpoint.pt" if "best" in path.name else "best.pt"
         found = f"{path} is not a valid checkpoint ({reason})"
         raise UserError(f"{found}. No code in it was run. Try another file, e.g. {other} beside it") from error
@@ -134,13 +137,15 @@ def to_numpy_like(saved, own):
 
 
 @contextlib.contextmanager
-def mismatch_as_error(hint: str = ""):
+def mismatch_as_error(checkpoint: dict, hint: str = ""):
     """Around restoring components: one that does not fit becomes a UserError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise UserError(f"the checkpoint does not fit this program or its settings: {reason}{hint}") from error
+        made_by = checkpoint.get("trainer", f"{checkpoint['algorithm']}_racer.py")
+        found = f"the checkpoint, which {made_by} wrote, does not fit this program or its settings: {reason}"
+        raise UserError(f"{found}{hint}") from error
 
 
 # == Components ========================================================================================================
@@ -184,15 +189,12 @@ def check_resumed(checkpoint: dict, args, config: dict) -> None:
     for field in dataclasses.fields(args):
         old, new = before.get(field.name), now.get(field.name)
         if new != old and field.name not in CHANGEABLE_ON_RESUME:
-            raise UserError(
-                f"--{field.name.replace('_', '-')} is {new}, but the run to resume has {old}, and that cannot change"
-            )
+            raise UserError(f"{flag_of(field.name)} is {new}, but the run to resume has {old}, and that cannot change")
     old, new = (settings.get("track_id") or () for settings in (before, now))
-    if old != new:  # a file may have moved; if its contents changed, the cars' states do not fit
-        files = [str(track).lower().endswith(".json") for track in (*old, *new)]
-        names = [Path(track).name for track in (*old, *new)]
-        if len(old) != len(new) or not all(files) or names[: len(old)] != names[len(old) :]:
-            raise UserError(f"--track-id cannot change: the run to resume has {' '.join(old[:3])}")
+    # A file may have moved; if its contents changed, the cars' states do not fit.
+    files = len(old) == len(new) and all(str(track).lower().endswith(".json") for track in (*old, *new))
+    if old != new and not files:
+        raise UserError(f"--track-id cannot change: the run to resume has {' '.join(old[:3])}")
     if checkpoint["config"] != config:
         raise UserError(
             f"the rewards or limits in {args.config_path or 'ai-config.json'} are not those that the run began with "
@@ -215,6 +217,10 @@ def args_to_json(args) -> dict:
             continue
         settings[field.name] = [full_path(v) for v in value] if isinstance(value, (tuple, list)) else full_path(value)
     return settings
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def full_path(value):
@@ -261,17 +267,19 @@ class TrainedDriver:
         return self.agent.drive(np.atleast_2d(observations)).reshape(*observations.shape[:-1], -1)
 
 
-def load_driver(path: str | Path, trainer: str | Path | None = None) -> TrainedDriver:
+def load_driver(path: str | Path, trainer: str | Path | Sequence | None = None) -> TrainedDriver:
     """The driver of a run folder (its best one) or of a checkpoint, of either algorithm.
 
     trainer: the file that trained it, if that is not ppo_racer.py or sac_racer.py as they are here. It is imported, so its code
-    runs; a run folder keeps the file that made it.
+    runs; a run folder keeps the file that made it. Of several files, the one of that name is taken.
     """
     file = find_checkpoint(path, prefer="best.pt")
     checkpoint = load_checkpoint(file, None)
     own = f"{checkpoint['algorithm']}_racer.py"
     made_by = checkpoint.get("trainer", own)
     kept = file.parent / made_by
+    if isinstance(trainer, (list, tuple)):
+        trainer = next((other for other in trainer if Path(other).name == made_by), None)
     hint = f"--trainer {quote(kept)} imports the file that trained it (in Python: load_driver(..., trainer=...))"
     if trainer is None and made_by != own:
         raise UserError(f"{path} was trained by {made_by}, not by {own}: {hint}")
@@ -279,7 +287,7 @@ def load_driver(path: str | Path, trainer: str | Path | None = None) -> TrainedD
     args = args_from_json(module.Args, checkpoint["args"])
     agent, weights = module.make_agent(args), checkpoint["parts"]["agent"]
     needed = [name for name in agent.state_dict() if not name.startswith(NOT_DRIVING)]
-    with mismatch_as_error("" if trainer else f". If {own} has changed since: {hint}"):
+    with mismatch_as_error(checkpoint, "" if trainer else f". If {own} has changed since: {hint}"):
         agent.load_state_dict({name: weights[name] for name in needed}, strict=False)
     return TrainedDriver(agent, args, checkpoint["run"]["steps"])
 
@@ -287,8 +295,8 @@ def load_driver(path: str | Path, trainer: str | Path | None = None) -> TrainedD
 def _import_file(path: str | Path):
     """A trainer's file as a module."""
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"--trainer is {path}, and there is no such file")
+    if not path.is_file() or path.suffix != ".py":
+        raise UserError(f"--trainer is {path}; give a trainer's .py file")
     spec = importlib.util.spec_from_file_location(f"trainer_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -301,7 +309,7 @@ def _import_file(path: str | Path):
 # == Run folders =======================================================================================================
 
 
-def make_run_folder(algorithm: str, args) -> Path:
+def make_run_folder(algorithm: str, args, trainer: Path | None = None) -> Path:
     """runs/NAME with the settings, the versions, the commit and the trainer's source."""
     tracks = "-".join(track_name(track) for track in args.tracks[:3])
     tracks = f"random-1-to-{args.random_tracks}" if args.random_tracks else tracks
@@ -311,9 +319,8 @@ def make_run_folder(algorithm: str, args) -> Path:
     try:
         folder = _new_folder(args.run_dir, name, may_exist=bool(args.run_name))
         (folder / "args.json").write_text(json.dumps({"args": args_to_json(args), **provenance()}, indent=2))
-        source = trainer_file(args)
-        if source.is_file():
-            shutil.copy(source, folder / source.name)
+        if trainer:
+            shutil.copy(trainer, folder / trainer.name)
     except OSError as error:
         raise UserError(f"cannot write {args.run_dir / name} ({error.strerror}); choose another --run-dir") from error
     remember("folder", str(folder))
@@ -322,10 +329,11 @@ def make_run_folder(algorithm: str, args) -> Path:
 
 def _new_folder(parent: Path, name: str, may_exist: bool) -> Path:
     """A folder that no other run has. Two runs may start in the same second."""
+    parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         folder = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
         except FileExistsError:
             own = remembered("folder") == str(folder)  # torchrun has restarted the processes
@@ -336,15 +344,16 @@ def _new_folder(parent: Path, name: str, may_exist: bool) -> Path:
                 raise UserError(f"{folder} is not empty; {resume}give another --run-name") from None
 
 
-def trainer_file(args) -> Path:
-    """The source file of the trainer that these Args belong to."""
+def source_file(cls: type) -> Path | None:
+    """The file that a class stands in. None if it was typed into an interpreter."""
     with contextlib.suppress(TypeError, OSError):
-        return Path(inspect.getsourcefile(type(args)))
-    return Path("unknown")  # typed into an interpreter
+        path = Path(inspect.getsourcefile(cls))
+        return path if path.is_file() else None
+    return None
 
 
 def resumed_folder(path: Path) -> Path:
-    """The run folder to continue in. An older file than checkpoint.pt is refused: its run has gone farther."""
+    """The run folder to continue in. An older file than checkpoint.pt is refused: the run has continued past it."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "args.json").exists():
         raise UserError(f"{folder} is not a run folder (it has no args.json); put the checkpoint into one")
@@ -352,7 +361,7 @@ def resumed_folder(path: Path) -> Path:
     if newest.exists() and given.resolve() != newest.resolve():
         with contextlib.suppress(UserError):  # a damaged one is replaced
             later = load_checkpoint(newest, None)["run"]["steps"]
-    if later > (steps := load_checkpoint(given, None)["run"]["steps"]):
+    if later >= 0 and later > (steps := load_checkpoint(given, None)["run"]["steps"]):
         found = f"{given} is of step {steps:,}, but the run has reached step {later:,}"
         raise UserError(f"{found}: resume {folder}, or begin a new run from that driver with --start-from {quote(given)}")
     return folder
@@ -360,7 +369,10 @@ def resumed_folder(path: Path) -> Path:
 
 def lock_folder(folder: Path):
     """Keep other runs out of a run folder as long as the returned file is open. A killed process leaves no lock behind."""
-    file = (folder / "run.lock").open("ab")
+    try:
+        file = (folder / "run.lock").open("ab")
+    except OSError as error:
+        raise UserError(f"cannot write {folder} ({error.strerror or error})") from error
     try:
         if os.name == "nt":
             import msvcrt
@@ -373,7 +385,7 @@ def lock_folder(folder: Path):
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):  # else: a file system without locks
             file.close()
-            raise UserError(f"{folder} belongs to a run that is still going; stop it, or wait for its end") from error
+            raise UserError(f"{folder} is in use by another process that trains; stop it, or wait for its end") from error
     return file
 
 

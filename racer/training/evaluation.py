@@ -123,7 +123,7 @@ def drive_lap(name: str, drive: Callable, track_id: str) -> LapTrace:
     return LapTrace.of(name, track_id, episode.fastest()["trajectory"], note)
 
 
-TWIN_TICKS = 240
+COMPARED_TICKS = 240
 
 
 def why_not_like_engine(track_id: str, config_path, bridge_url: str) -> str | None:
@@ -136,7 +136,7 @@ def why_not_like_engine(track_id: str, config_path, bridge_url: str) -> str | No
     engine = RacerEnv(track_id, config_path)
     weight = max(1.0, abs(engine.config["weights"]["progress"]))
     with contextlib.closing(RacerEnv(track_id, config_path, bridge_url)) as game:
-        for tick in range(TWIN_TICKS + 1):
+        for tick in range(COMPARED_TICKS + 1):
             action = [0.3 * math.sin(tick / 5), 1.0, 0.0]  # about straight on, and then along the wall
             both = []
             for env in (game, engine):
@@ -171,7 +171,6 @@ EVAL_TAGS = {  # tag in TensorBoard and metrics.csv: its name in summarize()
     "best_clean_lap_time_sec": "best_clean_lap_sec",
     "percent_of_limit": "percent_of_limit",
     "percent_of_best_reward": "percent_of_best_reward",
-    "percent_of_hand_written": "percent_of_hand_written",
 }
 
 
@@ -238,11 +237,11 @@ def show_percent_of_limit(result: dict) -> str:
     """As text. The limit binds clean laps only, so a lap that is not clean says so."""
     if result["percent_of_limit"] is None:
         return ""
-    return f"{result['percent_of_limit']:.1f} %{', cutting' if result['cutting'] else ' of the limit'}"
+    return f"{result['percent_of_limit']:.1f} %{', cutting' if result['cutting'] else ' of limit'}"
 
 
 def describe(result: dict) -> str:
-    """A summary as a line of at most 80 columns."""
+    """A summary as a line of about 80 columns."""
     percent, lap = show_percent_of_limit(result), result["flying_lap_sec"]
     text = f"{result['track']}: "
     text += "no flying lap" if lap is None else f"flying lap {lap:.3f} s" + (f" ({percent})" if percent else "")
@@ -253,14 +252,15 @@ def describe(result: dict) -> str:
 
 
 def describe_all(results: list[dict]) -> str:
-    """Several tracks as a line of at most 80 columns."""
+    """Several tracks as a line of about 80 columns. The limit binds clean laps, so the percentages are of tracks with those."""
     reward, off_road = (np.mean([result[name] for result in results]) for name in ("mean_reward", "off_road_share"))
     clean = {r["track"]: r["percent_of_limit"] for r in results if r["percent_of_limit"] and not r["cutting"]}
     text = f"{len(results)} tracks: "
     if clean:
         worst = min(clean, key=clean.get)
-        text += f"{np.median([*clean.values()]):.1f} % of the limit, {clean[worst]:.1f} % on {worst}, "
-    return f"{text}reward {reward:.3f}, {100 * off_road:.1f} % off road"
+        text += f"{np.median([*clean.values()]):.1f} % of limit ({clean[worst]:.1f} % on {worst}), "
+    text += f"reward {reward:.3f}, {100 * off_road:.1f} % off road"
+    return text + (f", {len(results) - len(clean)} not clean" if len(clean) < len(results) else "")
 
 
 def describe_more(results: list[dict]) -> list[str]:

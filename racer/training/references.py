@@ -1,7 +1,6 @@
 """What a result is compared with: the limit, the best laps and rewards known, and the hand-written driver.
 
 best_known_lap("track-01"), limit_lap("track-01")       laps to race against
-percent_of_limit(...)                                   in every evaluation; exists for every track (racer/game/limit.py)
 hand_written_settings(tracks)                           did learning gain anything over a rule of one line?
 """
 

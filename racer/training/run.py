@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shlex
 import signal
+import textwrap
 import time
 import warnings
 
 import numpy as np
 import torch
 
-from callbacks_lite import MANY_TRACKS, MetricsLogger, RaceStats
+from callbacks_lite import MANY_TRACKS, MetricsLogger, RaceStats, check_wandb
 from racer.game.bridge import BridgeError, GameRefusal, retry_pause_s
 from racer.game.checks import UserError
 from racer.game.rewards import REWARD_TERMS
-from racer.game.tracks import track_name
+from racer.game.tracks import check_game_tracks, pinned_tracks, track_name
 from racer.training.checkpoints import (
-    CHECKPOINT_FORMAT, args_to_json, check_resumed, load_checkpoint, lock_folder, make_run_folder, mismatch_as_error,
-    network_settings, provenance, restore_components, resumed_folder, save_components, to_numpy_like, trainer_file,
+    CHECKPOINT_FORMAT, args_to_json, check_resumed, flag_of, load_checkpoint, lock_folder, make_run_folder, mismatch_as_error,
+    network_settings, provenance, restore_components, resumed_folder, save_components, source_file, to_numpy_like,
     write_checkpoint,
 )  # fmt: skip
 from racer.training.evaluation import EVAL_TAGS, eval_metrics, evaluate, lines_of, score, summarize, why_not_like_engine
@@ -31,8 +33,9 @@ from racer.training.processes import (
 )  # fmt: skip
 from racer.training.references import best_known_lap, limit_lap
 from racer.training.terminal import (
-    Clock, ProgressLine, TrainingDiverged, print_safely, quote, resume_command, warn,
+    WIDEST, Clock, ProgressLine, TrainingDiverged, print_safely, quote, resume_command, warn,
 )  # fmt: skip
+from racer.view.page import race_page
 from racer.view.telemetry import LapTrace, Race, save_laps
 from racer_env import RacerVectorEnv
 
@@ -64,7 +67,8 @@ class Run:
         self.algorithm, self.args, self.stats, self.clock = algorithm, args, None, Clock()
         self.processes, self.seed = world_size(), process_seed(args.seed)
         self.envs = self.eval_envs = self.logger = self._lock = None
-        self._threads = torch.get_num_threads()
+        self._began_driving = False  # in all processes: there is a folder to save in
+        self._cleanup = contextlib.ExitStack()
         self.components: dict = {}
         self.unsaved: tuple[str, ...] = ()
         self.steps = self._steps_before = 0
@@ -90,9 +94,15 @@ class Run:
             raise UserError(f"--num-envs is {args.num_envs}; it must be {needed}")
         if len(tracks) > 1 and len({track_name(track) for track in tracks}) < len(tracks):
             raise UserError(f"--track-id is {' '.join(tracks)}; the tracks must have different names")
-        if len(tracks) > MANY_TRACKS and not args.resume:
+        if args.game or args.bridge_url:
+            check_game_tracks(tracks)  # before bridges are started
+        if len(tracks) > MANY_TRACKS:
             broadcast_from_rank0(print_safely, f"building the tables of {len(tracks)} tracks, about 0.2 s each")
+        if args.wandb:
+            broadcast_from_rank0(check_wandb, args.tensorboard)
+        self._cleanup.enter_context(pinned_tracks(tracks))  # whatever happens to their files
         extend_timeout(args.bridge_retries)  # starting bridges takes a while, too
+        self._cleanup.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # networks this small gain nothing from more
         try:
             self.urls = broadcast_from_rank0(self._start_bridges)
@@ -106,8 +116,9 @@ class Run:
     def _start_bridges(self) -> tuple[str, ...]:
         if not self.args.game:
             return self.args.bridge_url
-        from racer.game.launcher import start_bridges
+        from racer.game.launcher import end_bridges, start_bridges
 
+        self._cleanup.callback(end_bridges)
         return start_bridges(self.args.game, min(self.args.bridges, self.args.num_envs))
 
     def begin(self, envs: RacerVectorEnv, unsaved: tuple[str, ...] = (), **components) -> None:
@@ -118,6 +129,7 @@ class Run:
         self.stats = RaceStats(envs.track_ids, envs.config["episode"]["maxSteps"])
         self.components = {**components, "envs": envs, "stats": self.stats}
         self.agent, self.scaler = components["agent"], components["scaler"]
+        self._trainer = source_file(type(self.agent))
         all_gather(None)  # the first thing that all processes do together: an error in one, so far, is known to all
         self._difference = broadcast_from_rank0(self._why_not_like_engine)
         if args.resume is not None:
@@ -128,12 +140,13 @@ class Run:
             run_on_all(envs.reset, seed=args.seed)
             if args.start_from is not None:
                 self._start_from(broadcast_from_rank0(load_checkpoint, args.start_from, self.algorithm, "best.pt"))
-            self.folder = broadcast_from_rank0(make_run_folder, self.algorithm, args)
+            self.folder = broadcast_from_rank0(make_run_folder, self.algorithm, args, self._trainer)
             broadcast_from_rank0(self._lock_folder)
         for part in self.components.values():
             if isinstance(part, torch.nn.Module):  # machines of different kinds may round differently
                 part.load_state_dict(broadcast_from_rank0(part.state_dict))
         broadcast_from_rank0(self._open)
+        self._began_driving = True
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):  # not in the main thread: somebody else handles signals
                 self._handlers[number] = signal.signal(number, self._on_signal)
@@ -163,9 +176,10 @@ class Run:
         for name in network_settings(type(self.agent)):
             old = checkpoint["args"].get(name)
             if old is not None and (new := getattr(self.args, name, old)) != old:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} is {new}, but the networks of --start-from have {old}, and that cannot change")
-        with mismatch_as_error():
+                raise UserError(
+                    f"{flag_of(name)} is {new}, but the networks of --start-from have {old}, and that cannot change"
+                )
+        with mismatch_as_error(checkpoint):
             self.agent.load_state_dict(checkpoint["parts"]["agent"])
             own = self.scaler.get_state()
             self.scaler.merge_states([to_numpy_like(state, own) for state in checkpoint["parts"]["scaler"]])
@@ -173,7 +187,7 @@ class Run:
     def _restore(self, checkpoint: dict) -> None:
         check_resumed(checkpoint, self.args, self.envs.config)
         run = checkpoint["run"]
-        with mismatch_as_error():
+        with mismatch_as_error(checkpoint):
             cars_continue, notes = restore_components(self.components, checkpoint["parts"])
             self.steps, self.seconds_before, self.best = run["steps"], run["seconds_before"], run["best"]
         if not cars_continue:
@@ -212,10 +226,11 @@ class Run:
         self.terminal.print(text)
         if url:
             where = f"in the game, since {self._difference}" if self._difference else "on the embedded engine"
-            self.terminal.print(f"driving in the game at {', '.join(self.urls)}; evaluated {where}")
+            bridges = f"{url[0]}" + (f" and {len(self.urls) - 1} more" if len(self.urls) > 1 else "")
+            self.terminal.print(f"driving in the game at {bridges}; evaluated {where}")
         if (updates := args.total_timesteps // args.steps_per_update) < FEW_UPDATES:
-            few = f"only {updates} updates of {args.steps_per_update:,} steps each, too few to learn"
-            self.terminal.print(f"{few}: more --total-timesteps or fewer --num-envs")
+            few = f"only {updates} updates of {args.steps_per_update:,} steps each, too few to learn from"
+            self.terminal.print(f"{few}:\nraise --total-timesteps, or lower --num-envs (PPO: or --rollout-steps)")
 
     def _on_signal(self, number, _frame) -> None:
         if self._signal is not None and self.processes == 1:
@@ -284,7 +299,7 @@ class Run:
             before, self.best = self.best, better
             if not self._save("best.pt"):
                 self.best = before
-        if rank() == 0 and self.args.pictures and self.best["laps"]:
+        if rank() == 0 and self.args.pictures:
             self._show(improved=bool(better))
 
     def _drive_episodes(self) -> tuple[dict | None, list[dict]]:
@@ -294,7 +309,7 @@ class Run:
         for name, value in eval_metrics(results).items():
             self.logger.record(name, value)
         for line in lines_of(results):
-            self.terminal.print(f"{self.steps:>11,}  {self.seconds:6.1f} s  {line}")
+            self.terminal.print(f"{self.steps:>11,} {self.seconds:6.1f} s  {line}")
         laps = [episode.fastest() for episode in episodes[:MANY_TRACKS] if episode.trajectory is not None]
         for lap in laps:
             self.first_laps.setdefault(lap["track_id"], {"step": self.steps, **lap})
@@ -309,33 +324,41 @@ class Run:
         """
         try:
             with self.clock("pictures"):
-                from racer.view.page import race_page
-                from racer.view.pictures import draw_laps, save_picture
-
-                races = [self._race(best, lap) for best, lap in zip(self.best["laps"], self.latest_laps, strict=True)]
-                (self.folder / "race.html").write_text(race_page(self.folder.name, races), encoding="utf-8")
-                for race in races if improved or finished else ():
-                    name = track_name(race.track_id)
-                    tag, suffix = ("", "") if len(self.args.tracks) == 1 else (f"{name}/", f"-{name}")
-                    thin = [] if race.laps[1].name == "limit" else [limit_lap(race.track_id)]
-                    picture = draw_laps([*race.laps[:2], *thin], replay=finished)
-                    if finished:
-                        self.logger.animation(f"eval/{tag}replay", picture, self.steps)
-                        (self.folder / f"replay{suffix}.gif").write_bytes(picture)
-                        save_laps(self.folder / f"lap-{name}.csv", race.laps[:1])
-                    else:
-                        self.logger.image(f"eval/{tag}racing_line", picture, self.steps)
-                        save_picture(self.folder / f"racing_line{suffix}.png", picture)
+                latest = {lap["track_id"]: lap for lap in self.latest_laps}
+                races = [self._race(lap, latest.get(lap["track_id"])) for lap in self.best["laps"]]
+                for race in races if finished else ():
+                    save_laps(self.folder / f"lap-{track_name(race.track_id)}.csv", race.laps[:1])
+                if self.args.pictures:
+                    page = self.folder / "race.html.tmp"
+                    page.write_text(race_page(self.folder.name, races), encoding="utf-8")
+                    os.replace(page, self.folder / "race.html")  # somebody may be looking at it
+                    if improved or finished:
+                        self._draw(races, finished)
         except Exception as error:
             warnings.warn(f"no picture of the best lap ({error!r}); training continues", stacklevel=2)
 
-    def _race(self, best: dict, latest: dict) -> Race:
+    def _draw(self, races: list[Race], replay: bool) -> None:
+        from racer.view.pictures import draw_laps, save_picture  # needs Pillow
+
+        for race in races:
+            name = track_name(race.track_id)
+            tag, suffix = ("", "") if len(self.args.tracks) == 1 else (f"{name}/", f"-{name}")
+            thin = [] if race.laps[1].name == "limit" else [limit_lap(race.track_id)]
+            picture = draw_laps([*race.laps[:2], *thin], replay=replay)
+            if replay:
+                self.logger.animation(f"eval/{tag}replay", picture, self.steps)
+                (self.folder / f"replay{suffix}.gif").write_bytes(picture)
+            else:
+                self.logger.image(f"eval/{tag}racing_line", picture, self.steps)
+                save_picture(self.folder / f"racing_line{suffix}.png", picture)
+
+    def _race(self, best: dict, latest: dict | None) -> Race:
         """The best driver so far, the best lap known or the limit, and the run's first and latest evaluations."""
         track, step, first = best["track_id"], self.best["step"], self.first_laps[best["track_id"]]
         laps = [LapTrace.of("this run", **best, note=f"step {step:,}"), best_known_lap(track) or limit_lap(track)]
         if first["step"] < step:
             laps.append(LapTrace.of("first evaluation", track, first["trajectory"], f"step {first['step']:,}"))
-        if self.steps > step:
+        if latest and self.steps > step:
             laps.append(LapTrace.of("latest evaluation", **latest, note=f"step {self.steps:,}"))
         return Race(laps)
 
@@ -368,7 +391,7 @@ class Run:
             run = {"steps": self.steps, "seconds_before": self.seconds, "best": self.best}
             checkpoint = {
                 "algorithm": self.algorithm,
-                "trainer": trainer_file(self.args).name,
+                "trainer": self._trainer.name if self._trainer else f"{self.algorithm}_racer.py",
                 "format": CHECKPOINT_FORMAT,
                 "args": args_to_json(self.args),
                 "config": self.envs.config,
@@ -391,23 +414,19 @@ class Run:
             self._close()
 
     def _close(self) -> None:
-        for closable in (self.envs, self.eval_envs, self.logger, self._lock):
-            if closable is not None:
-                closable.close()
-        if self.args.game and rank() == 0:
-            from racer.game.launcher import end_bridges
-
-            end_bridges()
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        torch.set_num_threads(self._threads)
+            self._cleanup.callback(signal.signal, number, handler)
+        for closable in (self._lock, self.logger, self.eval_envs, self.envs):  # from the last one on
+            if closable is not None:
+                self._cleanup.callback(closable.close)
+        self._cleanup.close()
 
     def _explain(self, error) -> None:
         """Raise an error that ends the run again, with what is lost and how to continue. A fault of the bridge saves first."""
         if self.envs is None and isinstance(error, (BridgeError, UserError)):
             all_gather(error)  # the others wait in the all_gather at the start of begin()
         cause = error.error if isinstance(error, SharedError) else error
-        if isinstance(cause, BridgeError) and self.logger is not None:
+        if isinstance(cause, BridgeError) and self._began_driving:
             if not isinstance(error, SharedError):  # the others wait in an all_gather for what was driven
                 with contextlib.suppress(BridgeError, SharedError):
                     all_gather(error)
@@ -415,7 +434,7 @@ class Run:
                 saved = f"Saved; the run resumes at step {self.steps:,}, and what was driven since then is not counted"
                 cause = BridgeError(f"{cause}\n{saved}. {self._how_to_resume()}")
             raise (SharedError(cause) if self.processes > 1 else cause) from error
-        if isinstance(error, ProcessError) and self.logger is not None:
+        if isinstance(error, ProcessError) and self._began_driving:
             raise ProcessError(f"{error}. The run has ended. {self._how_to_resume()}") from error
 
     def _how_to_resume(self) -> str:
@@ -434,7 +453,7 @@ class Run:
             more = "--total-timesteps extends it"
             print_safely(f"\nnothing to do: the run is at {self.steps:,} of {self.args.total_timesteps:,} steps; {more}")
             return {**reached, "results": self.best["results"], "best": self.best}
-        if self.finished and self.args.pictures and self.best["laps"]:
+        if self.finished:
             self._show(finished=True)
         clock = self.clock.seconds
         rate = driven / max(session - clock.get("evaluation", 0.0), 1e-9)
@@ -443,7 +462,7 @@ class Run:
         print_safely(f"\n\n{how}: {self.steps:,} steps in {self.seconds:.1f} s{here}; {rate:,.0f} steps/s without evaluation")
         clock["other"] = max(session - sum(clock.values()), 0.0)
         times = sorted(clock.items(), key=lambda item: -item[1])
-        print_safely("time      " + ", ".join(f"{name} {s:.1f} s" for name, s in times if s >= 0.05))
+        print_safely("time      " + ", ".join(f"{name} {s:.1f} s" for name, s in times[:5] if s >= 0.05))
         self._print_results("start", self.start_results)
         self._print_results("best", self.best["results"], f"at step {self.best['step']:,}")
         self._print_what_next()
@@ -476,7 +495,8 @@ class Run:
         if not self.finished:
             print_safely(f"resume    {resume_command(folder)}")
         if (folder / "best.pt").exists():
-            trainer = trainer_file(self.args).name
-            more = "" if trainer == f"{self.algorithm}_racer.py" else f" --trainer {quote(folder / trainer)}"
+            ours = self._trainer is None or self._trainer.name == f"{self.algorithm}_racer.py"
+            more = "" if ours else f" --trainer {quote(folder / self._trainer.name)}"
             print_safely(f"evaluate  python -m racer.evaluate {quote(folder)}{more}")
-        print_safely(f"files     {', '.join(path.name for name in files for path in sorted(folder.glob(name)))}")
+        names = ", ".join(path.name for name in files for path in sorted(folder.glob(name)))
+        print_safely(textwrap.fill(f"files     {names}", WIDEST, subsequent_indent=" " * 10, break_on_hyphens=False))

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import shlex
 import signal
 import sys
@@ -27,13 +28,13 @@ import numpy as np
 import tyro
 
 from racer.game.bridge import BridgeError
-from racer.game.checks import UserError, is_finite
+from racer.game.checks import UserError, is_finite, quote
 from racer.game.rules import STARTS
-from racer.training.checkpoints import args_from_json, full_path, load_checkpoint, network_settings
+from racer.training.checkpoints import args_from_json, flag_of, full_path, load_checkpoint, network_settings
 from racer.training.processes import (
     ProcessError, SharedError, broadcast_from_rank0, exit_process, init_processes, rank, remembered, world_size,
 )  # fmt: skip
-from racer.training.terminal import TrainingDiverged, print_safely, set_program, warn
+from racer.training.terminal import TrainingDiverged, is_trainer, print_safely, set_program, warn
 
 EXIT_ERROR, EXIT_USAGE, EXIT_BRIDGE, EXIT_PROCESS, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 3, 4, 130, 143
 EXIT_CODES = {  # by what ended the command
@@ -42,7 +43,6 @@ EXIT_CODES = {  # by what ended the command
 # Exits that all processes of a run take together.
 COLLECTIVE_EXIT_CODES = (0, EXIT_BRIDGE, EXIT_INTERRUPTED, EXIT_TERMINATED)
 ENGINE = ("none",)  # --bridge-url none: continue a run of the real game on the embedded engine
-MOVED = {"--evaluate": "python -m racer.evaluate", "--export": "python -m racer.export"}  # flags of earlier versions
 
 # == Types of settings =================================================================================================
 
@@ -101,6 +101,7 @@ class Settings:
                     self.require(fits, f"{flag_of(name)} is {getattr(self, name)!r}; it must be {allowed}")
         self.require(self.start in STARTS, f"--start is {self.start!r}; it must be {' or '.join(STARTS)}")
         self.require(not (self.game and self.bridge_url), "--game and --bridge-url are mutually exclusive")
+        self.require(self.track_id is not None and self.bridge_url is not None, "--track-id and --bridge-url cannot be None")
         alone = not self.random_tracks or tuple(self.track_id) == type(self).track_id
         self.require(alone, "--random-tracks and --track-id are mutually exclusive")
         self.require(self.tracks, "--track-id has no track; give one, or several to train one driver for all")
@@ -121,17 +122,13 @@ def plain_value(value, kinds: tuple):
     """What Python code may give for a setting as what a command line gives: NumPy numbers, paths as text, 24.0 for 24."""
     if isinstance(value, np.generic):
         value = value.item()
-    if tuple[str, ...] in kinds:
+    if tuple[str, ...] in kinds and value is not None:
         return tuple(map(str, (value,) if isinstance(value, (str, Path)) else value))
     if Path in kinds and isinstance(value, str):
         return Path(value)
     if int in kinds and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
-
-
-def flag_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 # == The command line ==================================================================================================
@@ -153,11 +150,8 @@ def parse_args(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: st
     """
     if line is None:
         set_program(sys.argv[0])
-    words = sys.argv[1:] if line is None else shlex.split(line)
-    for old, new in MOVED.items():
-        if old in words:
-            where = words[words.index(old) + 1 :][:1] or ["runs/NAME"]
-            raise UserError(f"{old} is a command of its own: {new} {where[0]}")
+    words = sys.argv[1:] if line is None else split_words(line)
+    refuse_moved(words)
     saved = remembered("saved")
     if saved and Path(saved, "checkpoint.pt").exists():  # torchrun has restarted the processes
         words = ["--resume", saved]
@@ -183,7 +177,7 @@ def parse_args(algorithm: str, Args, Agent, presets: tuple[Preset, ...], doc: st
         values["bridge_url"] = ()
     if not given.resume and rank() == 0:
         for preset in applied:
-            print_safely(_show_preset(preset.flag, {name: values[name] for name in preset.values}))
+            print_safely(_show_preset(preset.flag, {k: v for k, v in preset.values.items() if values[k] == v}))
     return Args(**values)
 
 
@@ -198,6 +192,34 @@ def _defaults_on_resume(algorithm: str, Args, presets, given) -> dict:
     if given.track_id != Args.track_id and given.random_tracks == 0:
         defaults |= {"random_tracks": 0}
     return defaults
+
+
+def split_words(line: str) -> list[str]:
+    """A command line in words. On Windows a backslash separates folders, and quotes nothing."""
+    try:
+        words = shlex.split(line, posix=os.name != "nt")
+    except ValueError as error:
+        raise UserError(f"{line!r} is not a command line: {error}") from error
+    return [word.strip('"') for word in words] if os.name == "nt" else words
+
+
+def refuse_moved(words: list[str]) -> None:
+    """Flags of earlier versions that are commands now."""
+
+    def value_of(flag: str, default: str) -> str:
+        for word, following in zip(words, [*words[1:], "--"], strict=True):
+            name, _, value = word.partition("=")
+            if name == flag and (value or not following.startswith("--")):
+                return quote(value or following)
+        return default
+
+    names = {word.partition("=")[0] for word in words}
+    if "--evaluate" in names:
+        raise UserError(f"--evaluate is a command of its own: python -m racer.evaluate {value_of('--evaluate', 'runs/NAME')}")
+    if "--export" in names:
+        where = f"--game {value_of('--game', 'GAME')}" if "--game" in names else f"--out {value_of('--export', 'FOLDER')}"
+        command = f"python -m racer.export {value_of('--checkpoint', 'runs/NAME')} {where}"
+        raise UserError(f"--export is a command of its own: {command}")
 
 
 def show_flags(values: dict) -> str:
@@ -228,7 +250,8 @@ def _parse(Args, defaults: dict, words: list[str], doc: str) -> dict:
     for field in dataclasses.fields(Args):
         group, text = about.get(field.name, ("other", ""))
         kind = Annotated[kinds[field.name], tyro.conf.arg(help=text)]
-        value = defaults.get(field.name, field.default)
+        own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = defaults.get(field.name, own)
         groups.setdefault(group, []).append((field.name, kind, dataclasses.field(default=value)))
     text = "use the defaults of --game on the embedded engine, to try them without the game"
     slow_game = ("slow_game", Annotated[bool, tyro.conf.arg(help=text)], dataclasses.field(default=False))
@@ -274,7 +297,8 @@ def as_command(main: Callable) -> Callable[[], int]:
         except SystemExit as end:  # --help, or a flag that tyro refuses
             return int(end.code or 0)
         except KeyboardInterrupt:
-            warn(f"\n{program}: stopped at once; --resume continues from the last checkpoint, if there is one")
+            trains = "; --resume continues from the last checkpoint, if there is one" if is_trainer() else ""
+            warn(f"\n{program}: stopped at once{trains}")
             return EXIT_INTERRUPTED
         except (SharedError, *EXIT_CODES) as error:
             cause = error.error if isinstance(error, SharedError) else error

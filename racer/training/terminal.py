@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
-import subprocess
 import sys
 import time
+from pathlib import Path
+
+from racer.game.checks import quote
 
 WIDEST = 100  # columns
 _program: str | None = None  # what the command line began with; None: called from Python code
@@ -35,15 +36,14 @@ def set_program(name: str) -> None:
     _program = name
 
 
-def quote(path) -> str:
-    """A path as it is typed in this system's shell."""
-    return subprocess.list2cmdline([str(path)]) if os.name == "nt" else shlex.quote(str(path))
+def is_trainer() -> bool:
+    return _program is not None
 
 
-def resume_command(folder) -> str:
+def resume_command(folder: Path) -> str:
     """What continues a run: a command line, or Python code where the run was started by such."""
     if _program is None:
-        return f'train(read_args("--resume {quote(folder)}"))'
+        return f'train(read_args("--resume {quote(folder.as_posix())}"))'
     here, world = os.environ.get("LOCAL_WORLD_SIZE"), int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1 or here is None:
         return f"python {quote(_program)} --resume {quote(folder)}"

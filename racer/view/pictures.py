@@ -165,7 +165,7 @@ def draw_laps(laps: Sequence[LapTrace], replay: bool = False):
 
 
 def save_picture(path: Path, picture: np.ndarray) -> None:
-    Image.fromarray(picture).save(path)
+    Image.fromarray(picture).save(path, format="PNG")
 
 
 class Colouring:

@@ -96,7 +96,7 @@ class LapTrace:
 
     @property
     def mean_speed(self) -> float:
-        return self.path_length / self.seconds if self.seconds else 0.0
+        return float(self.columns["speed"][1:].mean())
 
     @property
     def off_road_share(self) -> float:
@@ -164,7 +164,7 @@ class Race:
         if lap.name in COLOURS:
             return COLOURS[lap.name]
         taken = [COLOURS[other.name] for other in self.laps if other.name in COLOURS]
-        free = [colour for colour in COLOURS.values() if colour not in taken] or [0]
+        free = [colour for colour in (0, 4, 5, 1, 3, 2) if colour not in taken] or [0]
         return free[[other for other in self.laps if other.name not in COLOURS].index(lap) % len(free)]
 
     def losses(self) -> list[str]:
