@@ -16,7 +16,7 @@ import torch
 from conftest import MODULES, ROOT, TINY, both, evaluate_run
 
 import racer
-from racer.compare import Args, run_comparison, run_races
+from racer.compare import Args, names_of, run_comparison, run_races
 from racer.game.config import DEFAULT_CONFIG_PATH
 from racer.game.sim import RacerSim
 from racer.game.tracks import TRACKS, load_track
