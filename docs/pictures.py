@@ -1,15 +1,13 @@
 """The pictures of README.md and docs/: python docs/pictures.py
 
-It draws from drivers/every-track.pt, docs/results.json and docs/peers.json. Pages are photographed in Chromium, by playwright
+It draws from drivers/every-track.pt. Pages are photographed in Chromium, by playwright
 (apt install chromium; pip install playwright). TensorBoard shows one short run, which is trained for it.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,7 +15,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 HERE = Path(__file__).resolve().parent
@@ -30,54 +28,6 @@ from racer.view.pictures import draw_laps  # noqa: E402
 
 DRIVER = str(ROOT / "drivers" / "every-track.pt")
 UNSEEN = [f"random-{number}" for number in (10_001, 10_004, 10_005, 10_008, 10_012, 10_020)]
-CURVES = {  # what bench_racer.py calls it: its name in the picture, its colour
-    "sac_racer.py --slow-game --eval-every 2000": ("sac_racer.py", (213, 94, 0)),
-    "ppo_racer.py --slow-game --eval-every 2000": ("ppo_racer.py", (0, 114, 178)),
-    "SB3 PPO, tuned": ("SB3's PPO, tuned", (110, 110, 118)),
-}
-INK, GREY = (40, 40, 46), (210, 210, 214)
-
-
-def letters(size: int, fill=INK) -> dict:
-    return {"font": ImageFont.load_default(size=size), "fill": fill}
-
-
-def learning_curves(size=(900, 440), left=64, bottom=52, most=100_000, fast=6.0, slow=16.0) -> Image.Image:
-    """Lap times over steps where steps are few: the median of the seeds, and their range."""
-    picture = Image.new("RGB", size, "white")
-    pen, (width, height) = ImageDraw.Draw(picture, "RGBA"), size
-    entries = [e for name in ("results", "peers") for e in json.loads((HERE / f"{name}.json").read_text())[name] if "runs" in e]
-
-    def place(steps: float, lap: float) -> tuple[float, float]:
-        up = (min(lap, slow) - fast) / (slow - fast)
-        return left + steps / most * (width - left - 24), height - bottom - up * (height - bottom - 20)
-
-    for lap in range(int(fast), int(slow) + 1, 2):
-        pen.line((*place(0, lap), *place(most, lap)), fill=GREY)
-        pen.text((left - 8, place(0, lap)[1]), f"{lap} s" + (" +" if lap == slow else ""), anchor="rm", **letters(14))
-    for steps in range(0, most + 1, 20_000):
-        pen.text((place(steps, fast)[0], height - bottom + 8), f"{steps:,}", anchor="ma", **letters(14))
-    for lap, name in ((385 / 60, "best known"), (442 / 60, "the published driver")):
-        pen.line((*place(0, lap), *place(most, lap)), fill=INK)
-        side, anchor = (3, "ra") if name == "best known" else (-2, "rd")
-        pen.text((width - 26, place(0, lap)[1] + side), name, anchor=anchor, **letters(13))
-    for number, (label, (name, colour)) in enumerate(CURVES.items()):
-        runs = next(entry["runs"] for entry in entries if entry["label"] == label)
-        by_step: dict[int, list[float]] = {}
-        for run in runs:
-            for step, lap, _ in run["evaluations"]:
-                by_step.setdefault(step, []).append(lap or slow)
-        whole = {step: laps for step, laps in sorted(by_step.items()) if len(laps) == len(runs)}
-        low, high = ([place(step, pick(laps)) for step, laps in whole.items()] for pick in (min, max))
-        pen.polygon([*low, *reversed(high)], fill=(*colour, 40))
-        pen.line([place(step, statistics.median(laps)) for step, laps in whole.items()], fill=colour, width=3, joint="curve")
-        pen.text((width - 320, 60 + 24 * number), f"{name}: median, range of {len(runs)}", **letters(17, colour))
-    pen.text(
-        (left, height - 22),
-        "a lap of track-01 without noise, over steps of training; 16 s +: slower, or none",
-        **letters(14),
-    )
-    return picture
 
 
 def unseen_tracks(size: int = 300) -> Image.Image:
@@ -127,7 +77,6 @@ def photograph_tensorboard(browser, folder: Path) -> None:
 
 if __name__ == "__main__":
     run_comparison(Args((DRIVER, "best"), ("track-02",), gif=HERE / "race.gif"))
-    learning_curves().save(HERE / "learning.png")
     unseen_tracks().quantize(128).save(HERE / "unseen.png")
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import math
 import socket
 import subprocess
 import sys
@@ -13,13 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, short_episodes, wait_for
+from conftest import wait_for
 
 import bench_racer
-import sac_racer
 from bench_racer import Args, lean, main, run_benchmark
 from racer.game.sim import RacerSim
-from racer.game.tracks import TRACKS
 from racer_env import RacerVectorEnv
 
 KEYS = {"steps_per_sec", "mean_ms", "p50_ms", "p95_ms", "p99_ms", "passed"}
@@ -118,58 +114,6 @@ def test_rows_are_reported_by_their_medians():
 
 
 @pytest.mark.slow
-def test_the_hand_written_driver_has_learned_nothing_and_laps_every_track(tmp_path, capsys):
-    """Its numbers are recorded ones, so that nobody compares with another driver."""
-    path = tmp_path / "out.json"
-    assert main(Args(only=("drivers",), json=path)) == 0
-    rows = json.loads(path.read_text())["drivers"]
-    one, best = rows[::2], rows[1::2]
-    assert [row["track"] for row in one] == list(TRACKS) and {row["label"] for row in one} == {"hand-written"}
-    assert [round(row["flying_lap_sec"], 3) for row in one] == [6.467, 16.150, 16.933]
-    assert [round(row["mean_reward"], 3) for row in one] == [6.627, 2.964, 2.328]
-    for few, most in zip(one, best, strict=True):
-        assert most["mean_reward"] > few["mean_reward"] and most["off_road_share"] < few["off_road_share"]
-    assert "off the road 27.9 %" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_trained_driver_stands_beside_it_and_what_is_none_is_named(tmp_path, capsys):
-    settings = {**TINY["sac"], "total_timesteps": 512, "config_path": short_episodes(tmp_path, 50)}
-    folder = sac_racer.train(sac_racer.Args(**settings, run_dir=tmp_path))["run_folder"]
-    assert main(Args(only=("drivers",), checkpoint=(Path(folder),), track_id=("track-02",))) == 0
-    assert f"{folder} " in capsys.readouterr().out
-    assert main(Args(only=("drivers",), checkpoint=(tmp_path / "none.pt",))) == 2
-    assert "none.pt does not exist" in capsys.readouterr().err
-
-
-def test_a_lap_time_holds_from_the_evaluation_after_which_it_is_never_lost_again():
-    evaluations = [(1, 6.0, 0.1), (2, 8.0, 0.2), (3, 7.0, 0.3), (4, 6.9, 0.4)]
-    assert bench_racer.holds_from(evaluations, target=7.367) == (3, 0.3)
-    assert bench_racer.holds_from([*evaluations, (5, None, 0.5)], target=7.367) == (math.inf, math.inf)
-    assert bench_racer.holds_from([(1, 6.0, 0.1)], target=7.367) == (1, 0.1)
-
-
-@pytest.mark.slow
-def test_results_are_medians_and_worst_of_the_seeds_that_are_asked_for(tmp_path, capsys, monkeypatch):
-    config = short_episodes(tmp_path, 500)
-    more = "--total-timesteps 50000 --num-envs 64 --action-repeat 1 --rollout-steps 32 --eval-every 20000"
-    more += f" --config-path {config} --no-tensorboard"
-    monkeypatch.setattr(bench_racer, "RESULTS", (("ppo", f"--random-tracks 2 {more}"),))
-    monkeypatch.setattr(bench_racer, "UNSEEN", ("random-3", "random-4"))
-    monkeypatch.setattr(bench_racer, "STARTS_PER_TRACK", 2)
-    path = tmp_path / "out.json"
-    assert main(Args(only=("results",), seeds=(7, 8), json=path)) == 0
-    *drivers, many = json.loads(path.read_text())["results"]
-    assert len(drivers) == 6, "the hand-written one with one setting and with its best, on the game's three tracks"
-    rewards = [found["results"][0]["mean_reward"] for found in many["unseen"]]
-    out = capsys.readouterr().out
-    assert many["seeds"] == [7, 8] and rewards[0] != rewards[1] and f"/ {min(rewards):.3f}" in out
-    assert [step for step, *_ in many["runs"][0]["evaluations"]] == [20_480, 40_960, 51_200]
-    assert len(many["unseen"]) == 2 and all(found["episodes"] == 4 for found in many["unseen"]) and "of 2 unseen" in out
-    assert [result["track"] for result in many["unseen"][0]["results"]] == ["track-01", "track-02", "track-03"]
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the processes in /proc")
 def test_a_bench_that_is_terminated_leaves_no_trainer_running():
     command = [sys.executable, "bench_racer.py", "--only", "training", "--total-timesteps", "1000000000"]
@@ -179,21 +123,3 @@ def test_a_bench_that_is_terminated_leaves_no_trainer_running():
     (trainer,) = children.read_text().split()
     bench.terminate()
     assert bench.wait(timeout=30) == 143 and not Path(f"/proc/{trainer}").exists()
-
-
-def test_peers_train_beside_ours(monkeypatch, tmp_path, capsys):
-    pytest.importorskip("stable_baselines3", reason="needs stable-baselines3")
-    peers = importlib.import_module("racer.peers")
-    monkeypatch.setattr(peers, "PEERS", {"small PPO": ("PPO", 256, 2, {"n_steps": 64, "gamma": 0.98})})
-    monkeypatch.setattr(peers, "EVAL_EVERY", 128)
-    monkeypatch.setattr(bench_racer, "OURS_BESIDE_PEERS", ("ppo_racer.py --total-timesteps 9216 --eval-every 4608",))
-    ours, theirs = bench_racer.bench_peers(Args(only=("peers",)))
-    assert ours["runs"][0]["steps"] == 9216 and theirs["runs"][0]["steps"] == 256
-    assert [step for step, *_ in theirs["runs"][0]["evaluations"]] == [128, 256]
-    assert "small PPO" in capsys.readouterr().out
-
-
-def test_without_stable_baselines3_it_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "stable_baselines3", None)
-    with pytest.raises(ValueError, match="pip install stable-baselines3"):
-        importlib.import_module("racer.peers").train_peer("SB3 PPO, tuned", 1)

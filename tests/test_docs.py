@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 from conftest import MODULES, ROOT, promised_tags
 
 import bench_racer
-from racer import compare, evaluate, export
+from racer import compare, evaluate, experiment, export
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 TEXT = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
@@ -25,14 +24,6 @@ COMMANDS = [
     for line in block.splitlines()
     if re.search(r"\b(python|torchrun)\b", line)
 ]
-
-
-def tables():
-    """docs/tables.py, which is no module of a package."""
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -49,12 +40,12 @@ def test_links_lead_to_files_and_their_sections(page):
 
 @pytest.mark.parametrize(("page", "line"), COMMANDS)
 def test_commands_name_programs_and_flags_that_exist(page, line):
-    line = line.split("  #")[0]
+    line = re.sub(r'"[^"]*"', "", line.split("  #")[0])
     for file in re.findall(r"python ((?:\w+/)?\w+\.py)", line):
         assert (ROOT / file).exists(), file
     known = {"ppo_racer": MODULES["ppo"].Args, "sac_racer": MODULES["sac"].Args}
     known |= {"bench_racer": bench_racer.Args, "racer.compare": compare.Args}
-    known |= {"racer.evaluate": evaluate.Args, "racer.export": export.Args}
+    known |= {"racer.evaluate": evaluate.Args, "racer.export": export.Args, "racer.experiment": experiment.Args}
     for program, settings in known.items():
         if re.search(rf"\b{re.escape(program)}(\.py)?\b", line):
             names = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(settings)} | {"--slow-game"}
@@ -87,11 +78,20 @@ def test_every_promised_tag_is_explained(name):
     assert not missing, missing
 
 
-def test_the_tables_are_what_was_measured():
-    module = tables()
-    for page in module.PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert module.with_tables(text, *module.measured()) == text, f"python docs/tables.py writes {page.name}"
+@pytest.mark.parametrize(("name", "folder"), [("trained", "results"), ("peers", "peers")])
+def test_the_tables_are_what_was_measured(name, folder):
+    found = json.loads((ROOT / "docs" / folder / "experiment.json").read_text())
+    (shown,) = re.findall(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", TEXT["results.md"], re.S)
+    assert shown == experiment.show_table(experiment.table(found), markdown=True)
+
+
+def test_the_front_page_shows_the_same_numbers():
+    files = [ROOT / "docs" / folder / "experiment.json" for folder in ("results", "peers")]
+    rows = [row for file in files for row in experiment.table(json.loads(file.read_text()))]
+    by_command = {row[0].replace(" --eval-every 2000", ""): row for row in reversed(rows)}
+    lines = re.findall(r"^\| `(\w+_racer\.py[^`]*)` \| (\S+ / \S+) \| (\S+ / \S+) \|", TEXT["README.md"], re.M)
+    assert len(lines) == 4 and all((lap, reward) == (by_command[c][3], by_command[c][5]) for c, lap, reward in lines)
+    assert by_command["sb3 ppo authors"][5].startswith("7.209") and "7.209" in TEXT["README.md"]
 
 
 def test_the_front_page_is_short_and_says_what_the_tests_are_run_with():

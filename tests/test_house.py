@@ -15,8 +15,8 @@ LAYERS = [
     ["racer.training"],
     ["ppo_racer", "sac_racer"],
     ["racer.evaluate"],
-    ["racer.export", "racer.compare"],
-    ["racer.peers"],
+    ["racer.export", "racer.compare", "racer.sb3", "racer.statistics"],
+    ["racer.experiment"],
     ["bench_racer"],
 ]
 FILES = [path for path in [*ROOT.glob("*.py"), *ROOT.glob("racer/**/*.py")] if path.name != "__init__.py"]

@@ -284,11 +284,11 @@ def test_a_process_that_hangs_is_given_up_within_a_minute(launch, tmp_path):
 @linux
 @pytest.mark.parametrize(("name", "resumed"), [("ppo", False), ("sac", True)])
 def test_torchrun_restarts_a_run_from_its_last_checkpoint_by_itself(launch, tmp_path, name, resumed):
-    """With a folder name of its own making, and when it was resumed from an older file."""
+    """With a folder name of its own making, and when it was resumed itself."""
     words, settings = [], {"run_name": "", "total_timesteps": 32_768, "eval_every": 10**9}
     if resumed:
         finish(launch(name))
-        words = ["--resume", tmp_path / "a" / "best.pt", "--total-timesteps", "32768"]
+        words = ["--resume", tmp_path / "a", "--total-timesteps", "32768"]
     process = launch(name, *words, restarts=2, **settings)
     folder = "a" if resumed else f"{name}-*"
     before = [path.stat().st_mtime for path in tmp_path.glob(f"{folder}/checkpoint.pt")]
