@@ -7,11 +7,12 @@ import errno
 import io
 import pickle
 import sys
+import warnings
 
 import pytest
 from conftest import Failing
 
-from callbacks_lite import MetricsLogger, read_csv
+from callbacks_lite import MetricsLogger, check_wandb, read_csv
 from racer.training.terminal import ProgressLine, print_safely
 
 
@@ -87,6 +88,31 @@ def test_what_cannot_be_written_costs_one_warning(tmp_path, monkeypatch, what):
     monkeypatch.undo()
     logger.close()
     assert len(caught) == 1 and len(rows(tmp_path)) == (0 if "file" in what else 3)
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_what_tensorboard_gets(tmp_path, monkeypatch):
+    """Offline: what would be sent is written beside the run."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        logger = MetricsLogger(tmp_path / "run", wandb="racer", settings={"gamma": 0.98})
+        logger.record("train/loss", 0.25)
+        logger.dump(100)
+        logger.close()
+    (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"train/loss" in written.read_bytes() and b"gamma" in written.read_bytes()
+
+
+def test_wandb_without_its_package_or_without_tensorboard_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        check_wandb(tensorboard=True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    with pytest.raises(ValueError, match="--no-tensorboard"):
+        check_wandb(tensorboard=False)
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------
