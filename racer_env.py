@@ -156,7 +156,8 @@ class RacerEnv(gym.Env):
             raise UserError(f"step called, but {what}: call reset() first")
         actions = check_actions(action, (3,))[None]
         [(observations, rewards, terminated, truncated, stuck, info)] = self._fleet.ticks(actions)
-        truncated = truncated | stuck
+        if stuck is not None:
+            truncated = truncated | stuck
         if terminated[0] or truncated[0]:
             self._state = "ended"
         info = {key: STEP_INFO.get(key, float)(info[key][0]) for key in (*STEP_INFO, *REWARD_TERMS)}
@@ -349,25 +350,28 @@ class RacerVectorEnv(gym.vector.VectorEnv):
             observations, rewards, terminated, done, cut, info = self._stand_still()
         else:
             self._failures_in_a_row = 0
-        if done.any() and first is None:
+        if done is not None and first is None:
             try:
                 first = self._fleet.cars.reset(np.flatnonzero(done))
             except BridgeError as error:
                 first = self._reconnect(error)
                 done, cut = self._all_cars, cut | ~done
-        held = {key: info.pop(key) for key in ("ticks", "discount")}
-        infos = with_masks(info, self._all_cars) | held
+        ticks, discount = info.pop("ticks"), info.pop("discount")
+        infos = with_masks(info, self._all_cars)
+        infos["ticks"], infos["discount"] = ticks, discount
+        truncated = self._no_car.copy() if done is None else done & ~terminated
         if first is not None:
             infos |= self._episodes.end(done, cut, observations, info)
             observations = self._begin_next(np.flatnonzero(done), observations, infos, *first)
         self._observations = observations
         self._progress = {key: infos[key] for key in RESET_INFO}
-        return observations.copy(), rewards, terminated, done & ~terminated, infos
+        return observations.copy(), rewards, terminated, truncated, infos
 
     def _hold(self, actions):
         """Give every car its action for `action_repeat` ticks, or until its episode ends.
 
-        -> observations, rewards, terminated, done, cut, info. Of a car that is done, the observation is the last of its episode.
+        -> observations, rewards, terminated, done (None: nobody), cut, info. Of a car that is done, the observation is the last
+        of its episode.
         """
         running, terminated, cut = self._all_cars, self._no_car.copy(), self._no_car
         ticks, info, last_observations = np.ones(self.num_envs, np.int64), None, None
@@ -380,16 +384,18 @@ class RacerVectorEnv(gym.vector.VectorEnv):
                 ticks += running
                 info = add_tick(info, now, running)
             now_cut = self._episodes.tick(reward, running)
-            ends = (dead | timed_out | stuck | now_cut) & running
-            if ends.any():
+            ends = dead | timed_out | now_cut
+            if stuck is not None:
+                ends |= stuck
+            if ends.any() and (ends := ends & running).any():
                 terminated, cut = terminated | (ends & dead), cut | now_cut
                 if last_observations is None:
                     last_observations = np.zeros((self.num_envs, OBS_SIZE), np.float32)
                 last_observations[ends] = self._fleet.cars.observe(np.flatnonzero(ends)) if seen is None else seen[ends]
                 running = running & ~ends
-        info |= {"ticks": ticks, "discount": self._discounts[ticks]}
+        info["ticks"], info["discount"] = ticks, self._discounts[ticks]
         if last_observations is None:
-            return seen, rewards, terminated, ~running, cut, info
+            return seen, rewards, terminated, None, cut, info
         info["discount"][terminated] = 0.0
         return np.where(running[:, None], seen, last_observations), rewards, terminated, ~running, cut, info
 

@@ -42,10 +42,12 @@ class Fleet:
             self.recorder.begin(cars, lengths)
 
     def ticks(self, actions, count: int = 1):
-        """Hold the actions for some ticks. Yields after each: observations or None, rewards, terminated, truncated, stuck, info"""
+        """Hold the actions for some ticks. Yields after each: observations or None, rewards, terminated, truncated, stuck or None,
+        info"""
         observing = self.stuck.limit > 0 or bool(REWARD_TERMS)
         for observations, rewards, terminated, truncated, info in self.cars.step(actions, count, observing):
-            rewards = add_reward_terms(observations, actions, rewards, info)
+            if REWARD_TERMS:
+                rewards = add_reward_terms(observations, actions, rewards, info)
             if self.recorder:
                 self.recorder.follow()
             yield observations, rewards, terminated, truncated, self.stuck.update(observations), info
@@ -162,17 +164,17 @@ class StuckDetector:
     def __init__(self, num_cars: int, limit: int):
         if not isinstance(limit, (int, np.integer)) or isinstance(limit, bool) or limit < 0:
             raise UserError(f"stuck_ticks is {limit!r}; it must be a number of ticks, or 0 for never")
-        self.limit, self.nobody = limit, np.zeros(num_cars, bool)
+        self.limit = limit
         self.arc, self.travelled, self.farthest = (np.zeros(num_cars) for _ in range(3))  # in laps
         self.waiting = np.zeros(num_cars, np.int64)
 
     def on_reset(self, cars, observations) -> None:
         self.arc[cars], self.travelled[cars], self.farthest[cars], self.waiting[cars] = observations[:, ARC], 0, 0, 0
 
-    def update(self, observations) -> np.ndarray:
-        """After a tick: which cars are stuck (N,)."""
+    def update(self, observations) -> np.ndarray | None:
+        """After a tick: which cars are stuck (N,). None if nobody ever is."""
         if not self.limit:
-            return self.nobody
+            return None
         gain = observations[:, ARC] - self.arc
         self.arc, self.travelled = observations[:, ARC].astype(float), self.travelled + gain - np.rint(gain)
         self.waiting = np.where(self.travelled > self.farthest, 0, self.waiting + 1)

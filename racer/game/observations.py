@@ -65,7 +65,8 @@ def observe(sim, subcell, cars) -> np.ndarray:
     np.multiply(rays.T, 1 / RAY_RANGE, out=observations[:, :NUM_RAYS])
     for column in range(NUM_RAYS, OBS_SIZE):
         observations[:, column] = OBSERVATIONS[column].value(sim, cars)
-    if not math.isfinite(observations.sum()):
+    flat = observations.reshape(-1)
+    if not math.isfinite(np.dot(flat, flat)):
         _, column = np.argwhere(~np.isfinite(observations))[0]
         raise UserError(f"observation {OBS_NAMES[column]!r} is NaN or infinite; see its row in racer/game/observations.py")
     return observations
