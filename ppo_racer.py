@@ -129,11 +129,10 @@ class Args(Settings):
 
     def __post_init__(self):
         super().__post_init__()
-        samples = self.num_envs * self.rollout_steps
-        what = f"{samples} (--num-envs {self.num_envs} x --rollout-steps {self.rollout_steps})"
-        found = f"--minibatch-size is {self.minibatch_size}, more than the samples of a rollout: {what}"
+        samples = self.num_envs * self.rollout_steps  # of a rollout
+        self.require(samples <= 20_000_000, f"--num-envs x --rollout-steps is {samples}, more samples than fit into memory")
+        found = f"--minibatch-size is {self.minibatch_size}, more than --num-envs x --rollout-steps, which is {samples} samples"
         self.require(self.minibatch_size <= samples, found)
-        self.require(samples <= 20_000_000, f"a rollout has {what} samples, more than fit into memory")
 
     @property
     def steps_per_update(self) -> int:
@@ -151,8 +150,7 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
     }),
     Preset("--start-from", lambda given: given.start_from, {  # short fine-tuning; starting anywhere covers the track
         "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "action_repeat": 1, "rollout_steps": 32,
-        "minibatch_size": 512, "learning_rate": 1e-3,
-        "eval_every": 100_000, "checkpoint_every": 100_000,
+        "minibatch_size": 512, "learning_rate": 1e-3, "eval_every": 100_000, "checkpoint_every": 100_000,
     }),
     Preset("--game, --bridge-url, --slow-game", lambda given: given.game or given.bridge_url or given.slow_game, {
         "total_timesteps": 100_000, "start": "grid", "num_envs": 16, "stuck_ticks": 90, "action_repeat": 2,
@@ -221,12 +219,8 @@ class Agent(nn.Module):
 
 def mlp(hidden: int, outputs: int, output_gain: float) -> nn.Sequential:
     return nn.Sequential(
-        linear(OBS_SIZE, hidden),
-        nn.ReLU(),
-        linear(hidden, hidden),
-        nn.ReLU(),
-        linear(hidden, outputs, output_gain),
-    )
+        linear(OBS_SIZE, hidden), nn.ReLU(), linear(hidden, hidden), nn.ReLU(), linear(hidden, outputs, output_gain)
+    )  # fmt: skip
 
 
 def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
@@ -252,8 +246,8 @@ def gaussian_entropy(log_std):
 class RewardScaler:
     """Scales rewards so that a unit of progress pays the same on every track, and returns are of order 1.
 
-    Rewards are multiplied by the track's length (a lap pays 1 on any track; penalties grow too), then divided by the standard
-    deviation of the discounted returns so far. Only what the networks learn from is scaled; metrics show raw rewards.
+    They are multiplied by the track's length, so that a lap pays 1 on any track, and divided by the standard deviation of the
+    discounted returns so far. Only what the networks learn from is scaled; metrics show raw rewards.
     """
 
     def __init__(self, gamma: float, track_lengths: np.ndarray):
@@ -268,7 +262,7 @@ class RewardScaler:
             returns[t] = self.returns = self.returns * self.gamma + rewards[t] * self.track_lengths
             self.returns = np.where(ended[t], 0.0, self.returns)
         for mean, var, count in all_gather((float(returns.mean()), float(returns.var()), returns.size)):
-            own_mean, own_var, own_count = self.moments.tolist()  # two sets taken together (Chan et al.)
+            own_mean, own_var, own_count = self.moments.tolist()  # both sets together (Chan et al.)
             total, delta = own_count + count, mean - own_mean
             var = (own_var * own_count + var * count + delta * delta * (own_count * count / total)) / total
             self.moments = np.array([own_mean + delta * (count / total), var, total])
@@ -288,8 +282,7 @@ class RewardScaler:
         self.returns, self.moments = np.array(state["returns"]), np.array(state["moments"])
 
     def merge_states(self, states: list[dict]) -> None:
-        """The moments are those of all processes, so any state has them."""
-        self.moments = np.array(states[0]["moments"])
+        self.moments = np.array(states[0]["moments"])  # those of all processes, so any state has them
 
 
 class Storage:

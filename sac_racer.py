@@ -272,8 +272,8 @@ def squashed_sample(mean, log_std, noise):
 class RewardScaler:
     """Scales rewards so that a unit of progress pays the same on every track, and returns are of order 1.
 
-    Rewards are multiplied by the track's length (a lap pays 1 on any track; penalties grow too), then divided by the standard
-    deviation of the discounted returns so far. Only what the networks learn from is scaled; metrics show raw rewards.
+    They are multiplied by the track's length, so that a lap pays 1 on any track, and divided by the standard deviation of the
+    discounted returns so far. Only what the networks learn from is scaled; metrics show raw rewards.
     """
 
     def __init__(self, gamma: float, track_lengths: np.ndarray):
@@ -288,7 +288,7 @@ class RewardScaler:
             returns[t] = self.returns = self.returns * self.gamma + rewards[t] * self.track_lengths
             self.returns = np.where(ended[t], 0.0, self.returns)
         for mean, var, count in all_gather((float(returns.mean()), float(returns.var()), returns.size)):
-            own_mean, own_var, own_count = self.moments.tolist()  # two sets taken together (Chan et al.)
+            own_mean, own_var, own_count = self.moments.tolist()  # both sets together (Chan et al.)
             total, delta = own_count + count, mean - own_mean
             var = (own_var * own_count + var * count + delta * delta * (own_count * count / total)) / total
             self.moments = np.array([own_mean + delta * (count / total), var, total])
@@ -308,8 +308,7 @@ class RewardScaler:
         self.returns, self.moments = np.array(state["returns"]), np.array(state["moments"])
 
     def merge_states(self, states: list[dict]) -> None:
-        """The moments are those of all processes, so any state has them."""
-        self.moments = np.array(states[0]["moments"])
+        self.moments = np.array(states[0]["moments"])  # those of all processes, so any state has them
 
 
 class Noise:

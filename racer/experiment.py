@@ -95,8 +95,9 @@ def plan(args: Args) -> tuple[Path, dict]:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in code_files(entries))).hexdigest()
     planned = {"commands": entries, "code": digest}
     if found is None:
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and {path.name for path in folder.iterdir()} - {"code"}:
             raise UserError(f"{folder} has other files; give another --out")
+        shutil.rmtree(folder / "code", ignore_errors=True)  # of a start that was killed
         freeze(folder, entries)
     elif (before := [without_runs(entry) for entry in found["commands"]]) != entries or found["code"] != digest:
         changed = "the code has changed since" if before == entries else "it has other commands"
@@ -140,8 +141,10 @@ def freeze(folder: Path, entries: list[dict]) -> None:
         there.mkdir(parents=True)
         if code == "now":
             for name in (name for name in CODE if (ROOT / name).exists()):
-                whole = (ROOT / name).is_dir()
-                (shutil.copytree if whole else shutil.copy)(ROOT / name, there / name)
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, there / name, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy(ROOT / name, there / name)
             for entry in entries:
                 if entry["script"] != "sb3" and entry["code"] == code:
                     shutil.copy(entry["script"], there)
@@ -238,18 +241,20 @@ def run_jobs(jobs: list[Job], at_a_time: int) -> None:
                 waiting.remove(free)
                 if free.summary is None:
                     running[free.start()] = free, time.monotonic()
-            for process in [process for process in running if process.poll() is not None]:
-                job, began = running.pop(process)
-                if job.summary is None:
-                    failed.append(job)
-                    lines = job.log.read_text(errors="replace").strip().splitlines()[-6:]
-                    print_safely(f"FAILED: {job.entry['command']} --seed {job.seed}\n    " + "\n    ".join(lines))
+            ended = [process for process in running if process.poll() is not None]
+            for job, began in map(running.pop, ended):
+                if job.summary is not None:
+                    seconds.append(time.monotonic() - began)
                     continue
-                seconds.append(time.monotonic() - began)
-                minutes = np.mean(seconds) * (len(waiting) + len(running) / 2) / at_a_time / 60
-                done = len(jobs) - len(waiting) - len(running) - len(failed)
-                text = f"{done} of {len(jobs)} runs, some {minutes:.0f} min left: {job.entry['command']} --seed {job.seed}"
-                print_safely(f"\r{text[:98]:<98}" if live else text, end="" if live and (waiting or running) else "\n")
+                failed.append(job)
+                lines = job.log.read_text(errors="replace").strip().splitlines()[-6:]
+                print_safely(f"\nFAILED: {job.entry['command']} --seed {job.seed}\n    " + "\n    ".join(lines))
+            text = f"{len(jobs) - len(waiting) - len(running) - len(failed)} of {len(jobs)} runs"
+            if seconds:
+                text += f", {np.mean(seconds) * (len(waiting) + len(running) / 2) / at_a_time / 60:.1f} min left"
+            text += "; now " + ", ".join(f"{job.entry['command']} --seed {job.seed}" for job, _ in running.values())
+            if live or ended:
+                print_safely(f"\r{text[:98]:<98}" if live else text[:98], end="" if live and (waiting or running) else "\n")
             time.sleep(0.1)
     except KeyboardInterrupt:
         for process in running if os.name != "nt" else ():  # there, Ctrl+C reaches all by itself
@@ -375,11 +380,17 @@ def verdicts(found: dict) -> list[str]:
 # == Show ==============================================================================================================
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Completely or not at all."""
+    path.with_suffix(".tmp").write_text(text, encoding="utf-8")
+    os.replace(path.with_suffix(".tmp"), path)
+
+
 def write_results(folder: Path, found: dict, jobs: list[Job]) -> None:
     """Everything to look at."""
     from racer.view.curves import draw_curves  # needs Pillow
 
-    (folder / "experiment.json").write_text(json.dumps(found), encoding="utf-8")
+    write_whole(folder / "experiment.json", json.dumps(found))
     with (folder / "results.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         keys = ("track", "flying_lap_sec", "percent_of_limit", "mean_reward", "off_road_share")
@@ -418,7 +429,7 @@ def run_experiment(args: Args) -> dict:
     folder, found = plan(args)
     if (folder / "code").exists():  # else only its results were kept
         try:
-            (folder / "experiment.json").write_text(json.dumps(found), encoding="utf-8")
+            write_whole(folder / "experiment.json", json.dumps(found))
             jobs = jobs_of(folder, found)
             run_jobs(jobs, args.jobs)
             found = collect(found, jobs)

@@ -175,7 +175,7 @@ def run_into_fault(url: str, steps: int, cars: int = 1) -> str:
         ("cut", "(connection was lost|game is gone)"),
         ("close", r"the server closed the connection \(code 1001\)"),
         ("stall", r"no reply within 1\.5 s"),
-        ("drip", r"no reply within 1\.5 s"),
+        pytest.param("drip", r"no reply within 1\.5 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_fails_in_mid_step(bridge, short_timeouts, fault, message):

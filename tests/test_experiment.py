@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, flags, short_episodes
+from conftest import ROOT, TINY, flags, short_episodes, wait_for
 
 from racer import experiment
 from racer.experiment import Args, holds_from, plan, run_experiment, table
@@ -98,6 +96,7 @@ def test_every_command_runs_with_every_seed_and_is_shown(done, capsys):
     assert again == found and shown.count("| track-01 |") == 2 and "of 4 runs" not in shown, "shown again, not run again"
 
 
+@pytest.mark.slow
 def test_the_page_of_an_experiment_draws(done):
     playwright = pytest.importorskip("playwright.sync_api")
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -172,33 +171,29 @@ def test_my_edit_is_compared_with_a_commit(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="kills processes")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_an_experiment_that_is_stopped_continues_and_ends_the_same(tmp_path, how):
-    command = small(tmp_path, total_timesteps=8192, checkpoint_every=1024)
+    """Three times, each as soon as one of its runs has written another checkpoint."""
+    command = small(tmp_path, total_timesteps=30_720, checkpoint_every=1024)
     whole = run_experiment(Args((command,), (1, 3), out=tmp_path / "whole", jobs=2))
-    line = [
-        sys.executable,
-        "-m",
-        "racer.experiment",
-        command,
-        "--seeds",
-        "1",
-        "3",
-        "--jobs",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    rng = random.Random(int(how))
+    out = tmp_path / "out"
+    line = [sys.executable, "-m", "racer.experiment", command, *["--seeds", "1", "3", "--jobs", "2", "--out"], str(out)]
+
+    def written() -> set:
+        return {(path, path.stat().st_mtime_ns) for path in out.glob("runs/0/*/checkpoint.pt")}
+
     for _ in range(3):
-        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-        time.sleep(rng.uniform(1.5, 4.0))
+        before = written()
+        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        wait_for(lambda before=before: written() - before, process)
         process.send_signal(how)
-        process.wait()
+        process.communicate()
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out" / "experiment.json").read_text())
+    found = json.loads((out / "experiment.json").read_text())
     assert [run["results"] for run in found["commands"][0]["runs"]] == [run["results"] for run in whole["commands"][0]["runs"]]
-    logs = "".join(path.read_text() for path in (tmp_path / "out" / "runs" / "0").glob("*.log"))
-    assert "resuming from step" in logs or how == signal.SIGKILL
+    starts = [path.read_text().count(f"{path.stem}: 16 cars") for path in out.glob("runs/0/*.log")]
+    resumed = [path.read_text().count("resuming from step") for path in out.glob("runs/0/*.log")]
+    assert sum(starts) - sum(resumed) == 3, "none is trained from the start twice"
+    assert how == signal.SIGKILL or sum(resumed) >= 1
 
 
 # -- Stable-Baselines3 -------------------------------------------------------------------------------------------------

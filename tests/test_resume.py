@@ -441,7 +441,7 @@ def test_kill_minus_9_and_resume_is_the_run_never_stopped(lab, start, tmp_path, 
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no signals to send to another process")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
 @mostly_shared
 def test_signals_save_say_how_to_resume_and_exit_with_their_code(lab, start, tmp_path, number, code):
     process = start(lab.name, **lab.settings(tmp_path, total_timesteps=10**9))

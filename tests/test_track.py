@@ -108,7 +108,7 @@ def assert_projection_is_right(track: Track, count: int) -> None:
     np.testing.assert_allclose(half_width[clear], track.half_width(true_s[clear]), atol=1e-3)
 
 
-@pytest.mark.parametrize("name", TRACKS)
+@pytest.mark.parametrize("name", ["track-01", "track-02", pytest.param("track-03", marks=pytest.mark.slow)])
 def test_the_projection_is_right_between_the_walls(name):
     """Where the road turns around a car, or two parts of it are about as near, too."""
     assert_projection_is_right(load_track(name), 6_000)

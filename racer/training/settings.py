@@ -135,7 +135,7 @@ def plain_value(value, kinds: tuple):
 
 
 class Preset(NamedTuple):
-    """Defaults that some flags bring."""
+    """Defaults that some flags set."""
 
     flag: str  # which flags, for people
     applies: Callable[[types.SimpleNamespace], object]  # to the flags of a command line, before any preset
@@ -252,7 +252,7 @@ def _parse(Args, defaults: dict, words: list[str], doc: str) -> dict:
         kind = Annotated[kinds[field.name], tyro.conf.arg(help=text)]
         own = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = defaults.get(field.name, own)
-        groups.setdefault(group, []).append((field.name, kind, dataclasses.field(default=value)))
+        groups.setdefault(group, []).append((field.name, kind, dataclasses.field(default_factory=lambda value=value: value)))
     text = "use the defaults of --game on the embedded engine, to try them without the game"
     slow_game = ("slow_game", Annotated[bool, tyro.conf.arg(help=text)], dataclasses.field(default=False))
     next(iter(groups.values())).append(slow_game)
