@@ -65,7 +65,7 @@ class Args(Settings):
     game: Path | None = None
     """train in the real game in this folder; its bridges are started and stopped automatically"""
     bridges: Annotated[Count, Range(1, 256)] = 1
-    """with --game: number of bridges to start; each uses one core"""
+    """with --game: number of bridges to start, each on a core of its own"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
     off_road_penalty_scale: NonNegative = 1.0

@@ -77,7 +77,9 @@ def lap_on(track: str, name: str, source) -> LapTrace:
         return limit_lap(track)
     if source == "hand-written":
         _, gain, offset = hand_written_settings([track])[track]
-        return drive_lap(name, functools.partial(full_throttle, gain=gain, offset=offset), track)
+        lap = drive_lap(name, functools.partial(full_throttle, gain=gain, offset=offset), track)
+        lap.note = "best of 28 settings"
+        return lap
     if isinstance(source, TrainedDriver):
         lap = drive_lap(name, source, track)
         lap.note = f"step {source.steps:,}" + (f", {lap.note}" if lap.note else "")
@@ -137,7 +139,7 @@ def run_comparison(args: Args) -> None:
 
 @as_command
 def main():
-    run_comparison(tyro.cli(Args, description=__doc__))
+    run_comparison(tyro.cli(Args, prog="python -m racer.compare", description=__doc__))
 
 
 if __name__ == "__main__":

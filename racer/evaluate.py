@@ -125,7 +125,7 @@ def writing(file: Path | None):
 
 @as_command
 def main():
-    run_evaluation(tyro.cli(Args, description=__doc__))
+    run_evaluation(tyro.cli(Args, prog="python -m racer.evaluate", description=__doc__))
 
 
 if __name__ == "__main__":

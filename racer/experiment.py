@@ -20,6 +20,7 @@ import io
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -83,7 +84,8 @@ def plan(args: Args) -> tuple[Path, dict]:
         raise UserError(
             f"--seeds is {first} {last} and --jobs {args.jobs}; give the first seed and the last one, and 1 job or more"
         )
-    name = hashlib.sha256(repr((args.commands, args.against)).encode()).hexdigest()[:8]
+    name = re.sub(r"[^\w.]+", "-", " ".join(args.commands))[:40].strip("-")
+    name += "-" + hashlib.sha256(repr((args.commands, args.against)).encode()).hexdigest()[:6]
     folder = args.out or Path("experiments") / name
     file = folder / "experiment.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
@@ -205,9 +207,7 @@ class Job:
     def start(self) -> subprocess.Popen:
         words = [*self.entry["words"], "--seed", str(self.seed), "--run-dir", str(self.parent), "--run-name", str(self.seed)]
         if self.entry["script"] == "sb3":
-            begin = (
-                f"import sys, runpy; sys.path.insert(0, {str(self.code)!r}); runpy.run_module('racer.sb3', run_name='__main__')"
-            )
+            begin = f"import sys, runpy; sys.path.insert(0, {str(self.code)!r}); runpy.run_module('racer.sb3', run_name='__main__', alter_sys=True)"
             command, words = ["-c", begin], [" ".join(self.entry["words"]), *words[len(self.entry["words"]) :]]
         else:
             command = [str(self.code / Path(self.entry["script"]).name)]
@@ -247,12 +247,15 @@ def run_jobs(jobs: list[Job], at_a_time: int) -> None:
                     seconds.append(time.monotonic() - began)
                     continue
                 failed.append(job)
-                lines = job.log.read_text(errors="replace").strip().splitlines()[-6:]
+                lines = job.log.read_text(errors="replace").strip().splitlines()
+                boxed = next((n for n, line in enumerate(lines) if line.startswith("╭")), None)  # a flag that tyro refuses
+                lines = lines[-6:] if boxed is None else lines[boxed : boxed + 4]
                 print_safely(f"\nFAILED: {job.entry['command']} --seed {job.seed}\n    " + "\n    ".join(lines))
             text = f"{len(jobs) - len(waiting) - len(running) - len(failed)} of {len(jobs)} runs"
             if seconds:
                 text += f", {np.mean(seconds) * (len(waiting) + len(running) / 2) / at_a_time / 60:.1f} min left"
-            text += "; now " + ", ".join(f"{job.entry['command']} --seed {job.seed}" for job, _ in running.values())
+            now = ", ".join(f"{job.entry['command']} --seed {job.seed}" for job, _ in running.values())
+            text += f"; now {now}" if now else ""
             if live or ended:
                 print_safely(f"\r{text[:98]:<98}" if live else text[:98], end="" if live and (waiting or running) else "\n")
             time.sleep(0.1)
@@ -262,8 +265,6 @@ def run_jobs(jobs: list[Job], at_a_time: int) -> None:
         for process in running:
             process.wait()
         raise
-    if failed:
-        print_safely(f"{len(failed)} runs failed; their output is in {failed[0].parent}. The same command runs them again")
 
 
 # == Judge =============================================================================================================
@@ -369,7 +370,7 @@ def show_table(rows: list[list[str]], markdown: bool) -> str:
 def verdicts(found: dict) -> list[str]:
     """Every command against the first, in words."""
     first, *others = [command for command in found["commands"] if command["runs"]] or [None]
-    lines = []
+    lines = [f"{command['command']}: no finished runs, not compared" for command in found["commands"] if not command["runs"]]
     for other in others:
         tracks = [[result["track"] for result in command["runs"][0]["results"]] for command in (first, other)]
         said = verdict(rewards_of(first), rewards_of(other)) if tracks[0] == tracks[1] else "on other tracks, not compared"
@@ -400,7 +401,7 @@ def write_results(folder: Path, found: dict, jobs: list[Job]) -> None:
                 for result in run["results"]:
                     about = command["command"], run["seed"], run["steps"], round(run["seconds"], 2)
                     writer.writerow((*about, *(result.get(key) for key in keys)))
-    data = {"table": [COLUMNS, *table(found)], "verdicts": verdicts(found), "commands": found["commands"]}
+    data = {"title": folder.name, "table": [COLUMNS, *table(found)], "verdicts": verdicts(found), "commands": found["commands"]}
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     (folder / "experiment.html").write_text(
         TEMPLATE.read_text(encoding="utf-8").replace("/* DATA */ null", text), encoding="utf-8"
@@ -431,21 +432,29 @@ def run_experiment(args: Args) -> dict:
         try:
             write_whole(folder / "experiment.json", json.dumps(found))
             jobs = jobs_of(folder, found)
+            print_safely(f"{folder}: {len(jobs)} runs, {args.jobs} at a time")
             run_jobs(jobs, args.jobs)
             found = collect(found, jobs)
             write_results(folder, found, jobs)
         except OSError as error:
             raise UserError(f"cannot write {folder}: {error.strerror or error}. The same command continues") from error
-        print_safely(f"\nlook      {folder / 'experiment.html'}, {folder / 'race.html'} (in a browser)")
+        there = ", ".join(str(folder / name) for name in ("experiment.html", "race.html") if (folder / name).exists())
+        print_safely(f"\nlook      {there} (in a browser)")
     print_safely(f"\nmedian / worst of the seeds\n{show_table(table(found), args.markdown)}\n")
     for text in verdicts(found):
         print_safely(text)
+    if missing := sum(len(found["seeds"]) - len(command["runs"]) for command in found["commands"]):
+        if (folder / "code").exists():
+            where = folder / "runs"
+            raise UserError(
+                f"{missing} runs failed; their output is in {where}. The same command runs them again, once it is cured"
+            )
     return found
 
 
 @as_command
 def main():
-    run_experiment(tyro.cli(Args, description=__doc__))
+    run_experiment(tyro.cli(Args, prog="python -m racer.experiment", description=__doc__))
 
 
 if __name__ == "__main__":

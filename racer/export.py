@@ -102,7 +102,7 @@ def run_export(args: Args) -> None:
 
 @as_command
 def main():
-    run_export(tyro.cli(Args, description=__doc__))
+    run_export(tyro.cli(Args, prog="python -m racer.export", description=__doc__))
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def train_peer(args: Args) -> dict:
 
 @as_command
 def main():
-    return train_peer(tyro.cli(Args, description=__doc__))
+    return train_peer(tyro.cli(Args, prog="python -m racer.sb3", description=__doc__))
 
 
 if __name__ == "__main__":

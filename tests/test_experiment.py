@@ -113,7 +113,7 @@ def test_the_page_of_an_experiment_draws(done):
                 tab.select_option("#what", what)
                 tab.select_option("#axis", axis)
                 seen.add(tab.evaluate("$('chart').toDataURL()"))
-        assert len(seen) == 4 and not said and tab.locator("#table tr").count() == 3
+        assert len(seen) == 4 and not said and tab.locator("#table tr").count() == 5
         browser.close()
 
 
@@ -151,9 +151,12 @@ def test_bad_input_is_one_line(tmp_path):
 
 def test_a_run_that_fails_is_shown_and_ends_no_other(tmp_path, capsys):
     args = Args((small(tmp_path), "ppo_racer.py --gamma 7"), (1, 1), out=tmp_path / "out", jobs=2)
-    found = run_experiment(args)
+    with pytest.raises(ValueError, match="1 runs failed"):
+        run_experiment(args)
     said = capsys.readouterr().out
-    assert "FAILED: ppo_racer.py --gamma 7 --seed 1" in said and "--gamma is 7.0" in said and "1 runs failed" in said
+    assert "FAILED: ppo_racer.py --gamma 7 --seed 1" in said and "--gamma is 7.0" in said
+    assert "--gamma 7: no finished runs" in said
+    found = json.loads((tmp_path / "out" / "experiment.json").read_text())
     assert [len(command["runs"]) for command in found["commands"]] == [1, 0]
 
 
@@ -215,6 +218,13 @@ def test_sb3_trains_on_the_batched_engine_and_a_peer_leaves_a_run_folder(tmp_pat
     assert summary["finished"] and summary["results"][0]["track"] == "track-01"
     curves = experiment.curves_of(tmp_path / "peer" / "metrics.csv")
     assert len(curves["evaluations"]) == 2 and json.loads((tmp_path / "peer" / "summary.json").read_text())["steps"] == 256
+
+
+def test_a_peer_is_started_with_the_frozen_code(tmp_path):
+    """Without the package it says what is missing; its flags are read all the same."""
+    entry = experiment.entries_of("sb3 no such peer", "")[0]
+    job = experiment.Job(0, entry, 1, tmp_path / "runs", ROOT)
+    assert job.start().wait(60) == 2 and "unknown peer 'no such peer'" in job.log.read_text()
 
 
 def test_without_stable_baselines3_it_says_what_to_install(monkeypatch):

@@ -113,7 +113,8 @@ def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "chec
     if found is None:
         raise UserError(f"{path} is a torch file, but not a checkpoint")
     if found not in (ALGORITHMS if algorithm is None else (algorithm,)):
-        raise UserError(f"{path} is a checkpoint of {found}_racer.py, not of {algorithm or ' or '.join(ALGORITHMS)}")
+        known = " or ".join(f"{name}_racer.py" for name in (ALGORITHMS if algorithm is None else (algorithm,)))
+        raise UserError(f"{path} is a checkpoint of {found}_racer.py, not of {known}")
     if checkpoint.get("format") != CHECKPOINT_FORMAT or not {"args", "parts", "config", "run"} <= set(checkpoint):
         found = f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}"
         raise UserError(f"{found}: another version wrote it. Use that version, or retrain")

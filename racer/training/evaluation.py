@@ -260,7 +260,10 @@ def describe_all(results: list[dict]) -> str:
         worst = min(clean, key=clean.get)
         text += f"{np.median([*clean.values()]):.1f} % of limit ({clean[worst]:.1f} % on {worst}), "
     text += f"reward {reward:.3f}, {100 * off_road:.1f} % off road"
-    return text + (f", {len(results) - len(clean)} not clean" if len(clean) < len(results) else "")
+    none = sum(result["flying_lap_sec"] is None for result in results)
+    cutting = len(results) - len(clean) - none
+    text += f", {cutting} cutting" if cutting else ""
+    return text + (f", {none} without a flying lap" if none else "")
 
 
 def describe_more(results: list[dict]) -> list[str]:

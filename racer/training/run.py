@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import textwrap
 import time
@@ -39,7 +40,7 @@ from racer.view.page import race_page
 from racer.view.telemetry import LapTrace, Race, save_laps
 from racer_env import RacerVectorEnv
 
-FEW_UPDATES = 50  # fewer in a whole run are too few to learn from
+FEW_UPDATES, LARGE_UPDATE = 50, 4096  # a run of fewer and larger updates hardly learns
 
 
 class Run:
@@ -186,7 +187,11 @@ class Run:
 
     def _restore(self, checkpoint: dict) -> None:
         check_resumed(checkpoint, self.args, self.envs.config)
-        run = checkpoint["run"]
+        run, now = checkpoint["run"], self._trainer
+        if now and checkpoint.get("trainer", now.name) != now.name:
+            text = f"{checkpoint['trainer']} trained this run so far; {now.name} continues it, with its own networks and losses"
+            broadcast_from_rank0(print_safely, text)
+            broadcast_from_rank0(shutil.copy, now, self.folder / now.name)
         with mismatch_as_error(checkpoint):
             cars_continue, notes = restore_components(self.components, checkpoint["parts"])
             self.steps, self.seconds_before, self.best = run["steps"], run["seconds_before"], run["best"]
@@ -228,9 +233,10 @@ class Run:
             where = f"in the game, since {self._difference}" if self._difference else "on the embedded engine"
             bridges = f"{url[0]}" + (f" and {len(self.urls) - 1} more" if len(self.urls) > 1 else "")
             self.terminal.print(f"driving in the game at {bridges}; evaluated {where}")
-        if (updates := args.total_timesteps // args.steps_per_update) < FEW_UPDATES:
-            few = f"only {updates} updates of {args.steps_per_update:,} steps each, too few to learn from"
-            self.terminal.print(f"{few}:\nraise --total-timesteps, or lower --num-envs (PPO: or --rollout-steps)")
+        updates, size = args.total_timesteps // args.steps_per_update, args.steps_per_update
+        if updates < FEW_UPDATES and size > LARGE_UPDATE and not args.start_from and not args.resume:
+            few = f"only {updates} updates, of {size:,} steps each: few to learn from, and results will vary"
+            self.terminal.print(f"{few}.\nRaise --total-timesteps, or lower --num-envs (PPO: or --rollout-steps)")
 
     def _on_signal(self, number, _frame) -> None:
         if self._signal is not None and self.processes == 1:
@@ -459,12 +465,14 @@ class Run:
         rate = driven / max(session - clock.get("evaluation", 0.0), 1e-9)
         here = f", {session:.1f} s of them in this session" if self.seconds_before else ""
         how = "done" if self.finished else "stopped"
-        print_safely(f"\n\n{how}: {self.steps:,} steps in {self.seconds:.1f} s{here}; {rate:,.0f} steps/s without evaluation")
+        print_safely("\n" if self.terminal.live else "")
+        print_safely(f"{how}: {self.steps:,} steps in {self.seconds:.1f} s{here}; {rate:,.0f} steps/s without evaluation")
         clock["other"] = max(session - sum(clock.values()), 0.0)
         times = sorted(clock.items(), key=lambda item: -item[1])
         print_safely("time      " + ", ".join(f"{name} {s:.1f} s" for name, s in times[:5] if s >= 0.05))
         self._print_results("start", self.start_results)
-        self._print_results("best", self.best["results"], f"at step {self.best['step']:,}")
+        worse = ": training did not improve on the start" if self.start_results and not self.best["step"] else ""
+        self._print_results("best", self.best["results"], f"at step {self.best['step']:,}{worse}")
         self._print_what_next()
         if not self.saved:
             warn(f"\nThe end of this run could not be written. Free disk space. {self._how_to_resume()}")

@@ -18,6 +18,15 @@ def curve(runs: list[dict], which: int, points: int = 60) -> tuple[np.ndarray, n
     return at, np.array([np.interp(at, line[:, 0], line[:, 1]) for line in lines])
 
 
+def round_values(low: float, high: float) -> np.ndarray:
+    """A few round values within a range."""
+    rough = max(high - low, 1e-9) / 4
+    step = 10 ** np.floor(np.log10(rough)) * next(
+        f for f in (1, 2, 5, 10) if f * 10 ** np.floor(np.log10(rough)) >= rough * 0.999
+    )
+    return np.round(np.arange(np.ceil(low / step), np.floor(high / step + 1e-9) + 1) * step, 9)
+
+
 def draw_curves(commands: list[dict]) -> Image.Image:
     """Median and range of the seeds, side by side over steps and over seconds."""
     (width, height), (left, bottom, right, top) = PANEL, MARGIN
@@ -35,11 +44,11 @@ def draw_curves(commands: list[dict]) -> Image.Image:
             across = left + x / most * (width - left - right)
             return which * width + across, height - bottom - (max(y, low) - low) / (high - low + 1e-9) * (height - bottom - top)
 
-        for y in np.linspace(low, high, 5):
+        for y in round_values(low, high):
             pen.line((*place(0, y), *place(most, y)), fill=GRID)
-            pen.text((place(0, y)[0] - 6, place(0, y)[1]), f"{y:.2f}", anchor="rm", font=font, fill=TEXT)
-        for x in np.linspace(0, most, 5):
-            pen.text((place(x, low)[0], height - bottom + 6), f"{x:,.0f}", anchor="ma", font=font, fill=TEXT)
+            pen.text((place(0, y)[0] - 6, place(0, y)[1]), f"{y:.4g}", anchor="rm", font=font, fill=TEXT)
+        for x in round_values(0, most):
+            pen.text((place(x, low)[0], height - bottom + 6), f"{x:,.6g}", anchor="ma", font=font, fill=TEXT)
         pen.text((which * width + left, 10), f"reward over {name}", font=font, fill=TEXT)
         for number, (at, rewards) in enumerate(curves):
             ink = INKS[number % len(INKS)]

@@ -179,7 +179,7 @@ class Race:
                 place = f"from {100 * worst // SECTORS} to {100 * (worst + 1) // SECTORS} % of the lap"
                 loss, total = (sectors - best)[worst], lap.seconds - reference.seconds
                 how = f"{abs(total):.3f} s {'slower' if total > 0 else 'faster'} than" if total else "as fast as"
-                most = f"; it loses most {place}: {loss:.3f} s" if loss >= 0.0005 else ""
+                most = f"; it loses most {place}: {loss:.3f} s" if total > 0 and loss >= 0.0005 else ""
                 cutting = f", off the road {100 * lap.off_road_share:.1f} %" if lap.off_road_share else ""
                 lines.append(f"{lap.name} is {how} {reference.name}{cutting}{most}.")
         return lines
