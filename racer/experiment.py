@@ -207,8 +207,10 @@ class Job:
     def start(self) -> subprocess.Popen:
         words = [*self.entry["words"], "--seed", str(self.seed), "--run-dir", str(self.parent), "--run-name", str(self.seed)]
         if self.entry["script"] == "sb3":
-            begin = f"import sys, runpy; sys.path.insert(0, {str(self.code)!r}); runpy.run_module('racer.sb3', run_name='__main__', alter_sys=True)"
-            command, words = ["-c", begin], [" ".join(self.entry["words"]), *words[len(self.entry["words"]) :]]
+            path = f"import sys, runpy; sys.path.insert(0, {str(self.code)!r})"
+            begin = f"{path}; runpy.run_module('racer.sb3', run_name='__main__', alter_sys=True)"
+            flags = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))  # "ppo tuned" is one name
+            command, words = ["-c", begin], [" ".join(words[:flags]), *words[flags:]]
         else:
             command = [str(self.code / Path(self.entry["script"]).name)]
             if (self.folder / "checkpoint.pt").exists():
@@ -323,6 +325,8 @@ def table(found: dict) -> list[list[str]]:
         middle = float(np.median([math.inf if value is None else value for value in values])) if worst is max else None
         middle = middle if worst is max else (float(np.median(known)) if known else math.inf)
         least = worst(known) if len(known) == len(values) else math.inf
+        if not math.isfinite(middle):
+            return "never"
         return " / ".join("never" if not math.isfinite(v) else f"{v:,.{digits}f}" for v in (middle, least))
 
     rows = []
@@ -443,12 +447,9 @@ def run_experiment(args: Args) -> dict:
     print_safely(f"\nmedian / worst of the seeds\n{show_table(table(found), args.markdown)}\n")
     for text in verdicts(found):
         print_safely(text)
-    if missing := sum(len(found["seeds"]) - len(command["runs"]) for command in found["commands"]):
-        if (folder / "code").exists():
-            where = folder / "runs"
-            raise UserError(
-                f"{missing} runs failed; their output is in {where}. The same command runs them again, once it is cured"
-            )
+    missing = sum(len(found["seeds"]) - len(command["runs"]) for command in found["commands"])
+    if missing and (folder / "code").exists():
+        raise UserError(f"{missing} runs failed; their output is in {folder / 'runs'}. The same command runs them again")
     return found
 
 
