@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import statistics
 import subprocess
 import sys
 
@@ -92,6 +93,17 @@ def test_the_front_page_shows_the_same_numbers():
     lines = re.findall(r"^\| `(\w+_racer\.py[^`]*)` \| (\S+ / \S+) \| (\S+ / \S+) \|", TEXT["README.md"], re.M)
     assert len(lines) == 4 and all((lap, reward) == (by_command[c][3], by_command[c][5]) for c, lap, reward in lines)
     assert by_command["sb3 ppo authors"][5].startswith("7.209") and "7.209" in TEXT["README.md"]
+
+
+def test_the_table_of_unseen_tracks_is_what_was_measured():
+    runs = json.loads((ROOT / "docs" / "results" / "unseen-limit.json").read_text())["runs"]
+    clean = [[t["percent_of_limit"] for t in run["tracks"] if not t["cutting"]] for run in runs]
+    hand_written = [[t["percent_of_hand_written"] for t in run["tracks"]] for run in runs]
+    columns = [statistics.median(c) for c in clean], [min(c) for c in clean]
+    columns += [statistics.mean(c) for c in hand_written], [min(c) for c in hand_written]
+    row = next(line for line in TEXT["results.md"].splitlines() if line.startswith("| `ppo_racer.py --random-tracks 24` |"))
+    for values in columns:
+        assert f"| {statistics.median(values):.1f} / {min(values):.1f} |" in row
 
 
 def test_the_front_page_is_short_and_says_what_the_tests_are_run_with():
