@@ -19,8 +19,7 @@ from typing import Annotated
 import tyro
 
 from callbacks_lite import MANY_TRACKS
-from racer.evaluate import writing
-from racer.game.checks import UserError
+from racer.game.checks import UserError, writing
 from racer.game.tracks import load_track, track_name
 from racer.training.checkpoints import TrainedDriver, load_driver
 from racer.training.evaluation import drive_lap

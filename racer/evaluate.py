@@ -17,14 +17,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
-from racer.game.checks import UserError
+from racer.game.checks import UserError, writing
 from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import check_game_tracks
-from racer.training.checkpoints import load_checkpoint, load_driver
-from racer.training.evaluation import describe_more, evaluate, lines_of, summarize
+from racer.training.checkpoints import load_driver
+from racer.training.evaluation import describe_more, evaluate, lines_of, one_thread, summarize
 from racer.training.references import hand_written_settings
 from racer.training.settings import as_command, run_as_script
 from racer.training.terminal import print_safely
@@ -60,9 +59,8 @@ class Args:
     """the file that trained the driver, if that is not ppo_racer.py or sac_racer.py; it is imported"""
 
 
-def run_evaluation(args: Args) -> list[dict]:
-    """-> a summary per track (evaluation.py), which is also printed"""
-    driver = load_driver(args.checkpoint, args.trainer)
+def check_args(args: Args) -> None:
+    """UserError for flags that cannot work, before anything is started."""
     for flag, value, most in (("--episodes", args.episodes, 100_000), ("--bridges", args.bridges, 256)):
         if not 1 <= value <= most:
             raise UserError(f"{flag} is {value}; it must be from 1 to {most}")
@@ -70,57 +68,52 @@ def run_evaluation(args: Args) -> list[dict]:
         raise UserError("--game and --bridge-url are mutually exclusive")
     if args.telemetry and (args.game or args.bridge_url):
         raise UserError("--telemetry needs the embedded engine, since the real game does not say where its cars are")
-    checkpoint = load_checkpoint(args.checkpoint, None, "best.pt")
-    if missing := set(checkpoint.get("reward_terms", [])) - set(REWARD_TERMS):
-        print_safely(f"trained with the reward terms {', '.join(sorted(missing))}, which are not in these rewards")
     for file in (args.json, args.telemetry):
-        with writing(file):
-            file and file.open("a").close()  # fail now, not after the drive
-    tracks = args.track_id or driver.args.tracks
-    config, urls = args.config_path or checkpoint["config"], args.bridge_url
-    if args.game or urls:
-        check_game_tracks(tracks)
-    if args.game:
-        from racer.game.launcher import end_bridges, start_bridges
+        if file:
+            with writing(file):
+                file.open("a").close()  # fail now, not after the drive
 
-        urls = start_bridges(args.game, args.bridges)
+
+def run_evaluation(args: Args) -> list[dict]:
+    """-> a summary per track (evaluation.py), which is also printed"""
+    driver = load_driver(args.checkpoint, args.trainer)
+    check_args(args)
+    if missing := set(driver.reward_terms) - set(REWARD_TERMS):
+        print_safely(f"trained with the reward terms {', '.join(sorted(missing))}, which are not in these rewards")
+    tracks, config = args.track_id or driver.args.tracks, args.config_path or driver.config
+    in_game = bool(args.game or args.bridge_url)
+    if in_game:
+        check_game_tracks(tracks)
     references, count = {}, args.episodes
-    if args.start == "grid" and not urls:  # deterministic: one episode is like the other, and like that of the training
+    if args.start == "grid" and not in_game:  # deterministic: one episode is like the other, and like that of the training
         references, count = hand_written_settings(tracks, config), 1
     each = "1 episode" if count == 1 else f"{count} episodes"
-    print_safely(f"{each} on each of {len(tracks)} tracks, from {'the grid' if args.start == 'grid' else 'anywhere'}")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in training
-    settings = {"bridge_url": list(urls) or None, "start": args.start, "retries": 10 if args.game else 0}
-    settings |= {"render_mode": "rgb_array"} if args.telemetry else {}
-    try:
-        with contextlib.closing(RacerVectorEnv(count * len(tracks), tracks, config, **settings)) as envs:
-            episodes = evaluate(driver.agent.drive, envs, tracks, args.seed)
-    finally:
-        torch.set_num_threads(threads)
+    where = "" if len(tracks) == 1 else f" on each of {len(tracks)} tracks"
+    print_safely(f"{each}{where}, from {'the grid' if args.start == 'grid' else 'anywhere'}")
+    settings = {"start": args.start, "retries": 10 if args.game else 0, "render_mode": "rgb_array" if args.telemetry else None}
+    with contextlib.ExitStack() as stack:
+        urls = args.bridge_url
         if args.game:
-            end_bridges()
+            from racer.game.launcher import end_bridges, start_bridges
+
+            stack.callback(end_bridges)
+            urls = start_bridges(args.game, args.bridges)
+        stack.enter_context(one_thread())  # as in training
+        envs = RacerVectorEnv(count * len(tracks), tracks, config, list(urls) or None, **settings)
+        stack.callback(envs.close)
+        episodes = evaluate(driver.agent.drive, envs, tracks, args.seed)
     results = [
         summarize(episodes[i :: len(tracks)], envs.config, references.get(track, [None])[0]) for i, track in enumerate(tracks)
     ]
     for line in [*lines_of(results), *describe_more(results)]:
         print_safely(line)
-    with writing(args.telemetry):
-        if args.telemetry:
+    if args.telemetry:
+        with writing(args.telemetry):
             save_laps(args.telemetry, [lap for episode in episodes for lap in episode.lap_traces()])
-    with writing(args.json):
-        if args.json:
+    if args.json:
+        with writing(args.json):
             args.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
     return results
-
-
-@contextlib.contextmanager
-def writing(file: Path | None):
-    """Around writing a file that a user named: what is wrong is one line."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 @as_command

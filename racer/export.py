@@ -21,13 +21,12 @@ import numpy as np
 import torch
 import tyro
 
-from racer.evaluate import writing
-from racer.game.checks import UserError
+from racer.game.checks import UserError, quote, writing
 from racer.game.launcher import GAME_ASSETS, check_folder
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE
 from racer.training.checkpoints import load_driver
 from racer.training.settings import as_command, run_as_script
-from racer.training.terminal import print_safely, quote
+from racer.training.terminal import print_safely
 
 LARGEST_DIFFERENCE = 1e-5  # between the actions of the exported model and of the checkpoint
 

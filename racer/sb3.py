@@ -17,13 +17,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 import tyro
 
 from callbacks_lite import MetricsLogger
 from racer.game.checks import UserError
 from racer.training.checkpoints import lock_folder
-from racer.training.evaluation import eval_metrics, evaluate, lines_of, summarize
+from racer.training.evaluation import eval_metrics, evaluate, lines_of, one_thread, summarize
 from racer.training.settings import as_command, run_as_script
 from racer.training.terminal import print_safely
 from racer_env import RacerVectorEnv
@@ -147,12 +146,10 @@ def train_peer(args: Args) -> dict:
         raise UserError(f"unknown peer {args.peer!r}. Available: {', '.join(PEERS)}")
     algorithm, steps, cars, settings = PEERS[args.peer]
     begun, steps = time.perf_counter(), args.total_timesteps or steps
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     envs = VecNormalize(make_vec_env(cars, seed=args.seed), gamma=settings["gamma"])
     folder = args.run_dir / (args.run_name or f"sb3-{args.peer.replace(' ', '-')}-s{args.seed}")
     folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder):
+    with lock_folder(folder), one_thread():
         (folder / "metrics.csv").unlink(missing_ok=True)  # a peer that was interrupted begins again
         logger = MetricsLogger(folder, tensorboard=False)
         callback = Evaluate(logger, begun)
@@ -166,7 +163,6 @@ def train_peer(args: Args) -> dict:
         summary |= {"steps_per_sec": model.num_timesteps / seconds, "results": callback.best}
         (folder / "summary.json").write_text(json.dumps(summary, indent=2), encoding="utf-8")
     envs.close()
-    torch.set_num_threads(threads)
     return summary
 
 

@@ -14,8 +14,7 @@ LAYERS = [
     ["racer_env", "callbacks_lite"],
     ["racer.training"],
     ["ppo_racer", "sac_racer"],
-    ["racer.evaluate"],
-    ["racer.export", "racer.compare", "racer.sb3", "racer.statistics"],
+    ["racer.evaluate", "racer.export", "racer.compare", "racer.sb3", "racer.statistics"],
     ["racer.experiment"],
     ["bench_racer"],
 ]

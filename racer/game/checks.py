@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -29,6 +30,15 @@ def excerpt(value, length: int = 80) -> str:
 def quote(path) -> str:
     """A path as it is typed in this system's shell."""
     return subprocess.list2cmdline([str(path)]) if os.name == "nt" else shlex.quote(str(path))
+
+
+@contextlib.contextmanager
+def writing(file: Path):
+    """Around writing a file that a user named: what is wrong is one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror or error}") from error
 
 
 def read_json(path: Path, what: str):

@@ -52,9 +52,8 @@ def _shorten(sideways, centre, normal, half_width) -> np.ndarray:
         lengths = np.sqrt((chord * chord).sum(1)) + 1e-12
         along = chord / lengths[:, None]
         slope = ((np.roll(along, 1, 0) - along) * normal).sum(1)
-        step = (
-            np.minimum(lengths, np.roll(lengths, 1)) / 4
-        )  # the curvature of the length is at most 4 / (distance of two points)
+        # The length's second derivative at a point is at most 4 / (the shorter of its two chords).
+        step = np.minimum(lengths, np.roll(lengths, 1)) / 4
         sideways = np.clip(ahead - step * slope, -half_width, half_width)
         age = 1.0 if lengths.sum() > shortest else (1 + np.sqrt(1 + 4 * age * age)) / 2
         shortest = lengths.sum()

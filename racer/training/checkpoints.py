@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -257,11 +258,12 @@ def network_settings(Agent) -> list[str]:
 class TrainedDriver:
     """A driver for code of your own: driver(observations) -> actions, of one car (14,) or of many (N, 14).
 
-    `args` are the settings of its training, `steps` how long that was.
+    `args` are the settings of its training, `steps` how long that was, `config` and `reward_terms` its rewards and limits.
     """
 
-    def __init__(self, agent: torch.nn.Module, args, steps: int):
-        self.agent, self.args, self.steps = agent, args, steps
+    def __init__(self, agent: torch.nn.Module, args, checkpoint: dict):
+        self.agent, self.args, self.steps = agent, args, checkpoint["run"]["steps"]
+        self.config, self.reward_terms = checkpoint["config"], checkpoint.get("reward_terms", [])
 
     def __call__(self, observations) -> np.ndarray:
         observations = np.asarray(observations, np.float32)
@@ -290,7 +292,7 @@ def load_driver(path: str | Path, trainer: str | Path | Sequence | None = None) 
     needed = [name for name in agent.state_dict() if not name.startswith(NOT_DRIVING)]
     with mismatch_as_error(checkpoint, "" if trainer else f". If {own} has changed since: {hint}"):
         agent.load_state_dict({name: weights[name] for name in needed}, strict=False)
-    return TrainedDriver(agent, args, checkpoint["run"]["steps"])
+    return TrainedDriver(agent, args, checkpoint)
 
 
 def _import_file(path: str | Path):
@@ -394,13 +396,17 @@ def provenance() -> dict:
     """What made a run: command, commit, versions, number of processes."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     versions |= {"gymnasium": gymnasium.__version__, "system": platform.platform()}
-    commit = None
+    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    return {"command": command, "commit": _commit_of(__file__), "versions": versions, "processes": world_size()}
+
+
+@functools.lru_cache
+def _commit_of(file: str) -> str | None:
+    here = Path(file).resolve()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        here = Path(__file__).resolve()
         # Installed into a venv inside another repository, this file is not tracked there: then that commit is not ours.
         for git in (["ls-files", "--error-unmatch", here.name], ["describe", "--always", "--dirty", "--abbrev=40"]):
             command = ["git", *git]
             done = subprocess.run(command, cwd=here.parent, capture_output=True, text=True, timeout=5, check=True)
-        commit = done.stdout.strip() or None
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    return {"command": command, "commit": commit, "versions": versions, "processes": world_size()}
+        return done.stdout.strip() or None
+    return None

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from callbacks_lite import MANY_TRACKS
 from racer.game.bridge import BridgeError
@@ -82,6 +83,17 @@ class Episode:
         if not self.laps:
             return {"track_id": self.track, "trajectory": self.trajectory}
         return {"track_id": self.track, "trajectory": self.lap_trajectory(min(self.laps, key=lambda lap: lap.ticks))}
+
+
+@contextlib.contextmanager
+def one_thread():
+    """Networks this small gain nothing from more threads of torch, and with one they give the same numbers everywhere."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, failures: int = 0) -> list[Episode]:

@@ -26,7 +26,9 @@ from racer.training.checkpoints import (
     network_settings, provenance, restore_components, resumed_folder, save_components, source_file, to_numpy_like,
     write_checkpoint,
 )  # fmt: skip
-from racer.training.evaluation import EVAL_TAGS, eval_metrics, evaluate, lines_of, score, summarize, why_not_like_engine
+from racer.training.evaluation import (
+    EVAL_TAGS, eval_metrics, evaluate, lines_of, one_thread, score, summarize, why_not_like_engine,
+)  # fmt: skip
 from racer.training.processes import average_gradients  # noqa: F401  trainers take the collective functions from here
 from racer.training.processes import (
     ProcessError, SharedError, all_gather, broadcast_from_rank0, extend_timeout, gather_on_rank0, process_seed, rank, remember,
@@ -103,8 +105,7 @@ class Run:
             broadcast_from_rank0(check_wandb, args.tensorboard)
         self._cleanup.enter_context(pinned_tracks(tracks))  # whatever happens to their files
         extend_timeout(args.bridge_retries)  # starting bridges takes a while, too
-        self._cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)  # networks this small gain nothing from more
+        self._cleanup.enter_context(one_thread())
         try:
             self.urls = broadcast_from_rank0(self._start_bridges)
         except BaseException:

@@ -197,8 +197,8 @@ def racing_line(painter: Painter, laps: Sequence[LapTrace]) -> np.ndarray:
     picture, pen, unit = _with_caption(image.reduce(SCALE), 5 + 2.8 * (len(laps) > 1))
     top = painter.base.height / SCALE + 0.8 * unit
     pen.text((unit, top), f"{painter.track.name}  {_seconds(laps[0])}", **_letters(2.9 * unit))
-    for i, lap in enumerate(laps[1:6]):
-        letters = _letters(2.2 * unit) | {"fill": driver_colour(laps, lap)}
+    for i, (lap, colour) in enumerate(list(zip(laps, driver_colours(laps), strict=True))[1:6]):
+        letters = _letters(2.2 * unit) | {"fill": colour}
         pen.text((unit + 27 * unit * i, top + 4 * unit), f"{lap.name}  {_seconds(lap)}", **letters)
     left, width = picture.width - 21 * unit, round(20 * unit)
     for i in range(width):
@@ -215,13 +215,13 @@ def _paint_way(painter: Painter, pen, lap: LapTrace, colouring: Colouring, begin
 
 
 def _paint_ghosts(painter: Painter, pen, laps: Sequence[LapTrace]) -> None:
-    for lap in reversed(laps[1:6]):
-        way = painter.to_pixels(np.stack([lap.columns["x"], lap.columns["y"]], axis=1))
-        pen.line(way, fill=driver_colour(laps, lap), width=3)
+    for lap, colour in reversed(list(zip(laps, driver_colours(laps), strict=True))[1:6]):
+        pen.line(painter.to_pixels(np.stack([lap.columns["x"], lap.columns["y"]], axis=1)), fill=colour, width=3)
 
 
-def driver_colour(laps: Sequence[LapTrace], lap: LapTrace) -> tuple[int, int, int]:
-    return DRIVER_COLOURS[Race(laps).colour(lap)]
+def driver_colours(laps: Sequence[LapTrace]) -> list[tuple[int, int, int]]:
+    race = Race(laps)
+    return [DRIVER_COLOURS[race.colour(lap)] for lap in laps]
 
 
 def _paint_direction(painter: Painter, pen, lap: LapTrace) -> None:
@@ -257,7 +257,7 @@ def lap_replay(painter: Painter, laps: Sequence[LapTrace]) -> bytes:
     colouring, last = Colouring(laps), max(len(lap.progress) for lap in laps) - 1
     _paint_ghosts(painter, pen, laps)
     every = max(GIF_FRAME_TICKS, math.ceil(last / (GIF_MAX_SECONDS * TICKS_PER_SECOND // GIF_FRAME_TICKS)))
-    frames, palette, colours = [], None, [driver_colour(laps, lap) for lap in laps]
+    frames, palette, colours = [], None, driver_colours(laps)
     for tick in range(every, last + 1, every):
         _paint_way(painter, pen, laps[0], colouring, tick - every, min(tick, len(laps[0].progress) - 1))
         frame = image.copy()

@@ -164,6 +164,7 @@ class Race:
         if lap.name in COLOURS:
             return COLOURS[lap.name]
         taken = [COLOURS[other.name] for other in self.laps if other.name in COLOURS]
+        # Those of references come last, so that nobody is taken for one.
         free = [colour for colour in (0, 4, 5, 1, 3, 2) if colour not in taken] or [0]
         return free[[other for other in self.laps if other.name not in COLOURS].index(lap) % len(free)]
 
