@@ -55,7 +55,7 @@ class Args(Settings):
     track_id: tuple[str, ...] = ("track-01",)
     """track, or several to train one driver for all: names or .json files"""
     random_tracks: Annotated[Whole, Range(0, 500)] = 0
-    """train on random-1 to random-N, for a driver that handles tracks it has never seen"""
+    """train on any-1 to any-N, random tracks of all scales, for a driver that handles tracks it has never seen"""
     config_path: Path | None = None
     """JSON file with reward weights and episode limits; default: ai-config.json"""
     start: Literal["grid", "anywhere"] = "grid"

@@ -92,7 +92,7 @@ def test_some_flags_choose_the_defaults_of_others(name):
     on_bridge = args_of(name, "--track-id", "track-01", "track-02", "--bridge-url", "ws://localhost:1")
     assert on_bridge.start == "grid" and on_bridge.num_envs == slow["num_envs"], "the real game has no other start"
     every = args_of(name, "--random-tracks", "3")
-    assert every.tracks == ("random-1", "random-2", "random-3") and every.hide_arc and every.start == "anywhere"
+    assert every.tracks == ("any-1", "any-2", "any-3") and every.hide_arc and every.start == "anywhere"
     assert every.off_road_penalty_scale == preset(name, "--random-tracks")["off_road_penalty_scale"] > 1
 
 

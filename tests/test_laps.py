@@ -13,7 +13,9 @@ from racer.game.config import load_config
 from racer.game.rules import REWARD_PARTS, TICKS_PER_SECOND
 from racer.game.sim import RacerSim
 from racer.game.tracks import load_track
-from racer.training.evaluation import describe_all, describe_more, eval_metrics, evaluate, score, summarize
+from racer.training.evaluation import (
+    describe_all, describe_more, drive_lap, eval_metrics, evaluate, score, summarize, with_flying_lap,
+)  # fmt: skip
 from racer.training.references import HAND_WRITTEN, best_hand_written, full_throttle, hand_written_settings
 from racer_env import RacerVectorEnv
 
@@ -196,6 +198,20 @@ def test_many_tracks_are_a_line_each_and_a_summary_with_the_share_of_the_hand_wr
     metrics = eval_metrics(results)
     assert metrics["eval/mean_reward"] == pytest.approx(score(episodes)) and len(metrics) <= 15
     assert "eval/random-1/mean_reward" in eval_metrics(results[:2])
+
+
+def test_a_long_track_gets_a_flying_lap_from_a_longer_episode():
+    track, settings = "random-2-long", hand_written_settings(["random-2-long"])["random-2-long"]
+    driver = functools.partial(full_throttle, gain=settings[1], offset=settings[2])
+    envs = RacerVectorEnv(1, track)
+    (episode,) = evaluate(driver, envs, [track])
+    result = summarize([episode], envs.config)
+    assert len(episode.rewards) == 3000 and result["flying_lap_sec"] is None
+    longer = with_flying_lap(result, driver, track, envs.config)
+    assert 90 < longer["percent_of_limit"] < 100.1 and longer["flying_lap_sec"] > 30
+    unchanged = set(result) - {"flying_lap_sec", "flying_spread_sec", "percent_of_limit", "cutting"}
+    assert all(longer[key] == result[key] for key in unchanged), "the reward is that of the game's episode"
+    assert drive_lap("him", driver, track).seconds == pytest.approx(longer["flying_lap_sec"], abs=0.5)
 
 
 def test_the_fastest_lap_is_cut_out_of_its_episode_from_line_to_line():

@@ -649,9 +649,9 @@ def test_random_tracks_are_what_args_say_and_the_file_s_config_is_what_is_compar
     config = short_episodes(tmp_path, 60)
     settings = lab.settings(tmp_path, random_tracks=2, off_road_penalty_scale=3.0, config_path=config, total_timesteps=512)
     args = lab.module.Args(**{**settings, "run_name": ""})
-    assert args.tracks == ("random-1", "random-2")
+    assert args.tracks == ("any-1", "any-2")
     folder = Path(lab.module.train(args)["run_folder"])
-    assert folder.name.startswith(f"{lab.name}-random-1-to-2-")
+    assert folder.name.startswith(f"{lab.name}-any-1-to-2-")
     text = config.read_text()
     config.write_text(text.replace("-0.001", "-0.005"))
     with pytest.raises(ValueError, match=r'"offTrackPenalty": -0\.001,'):

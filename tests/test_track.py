@@ -115,7 +115,7 @@ def test_the_projection_is_right_between_the_walls(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*TRACKS, *(f"random-{number}" for number in range(1, 21))])
+@pytest.mark.parametrize("name", [*TRACKS, *(f"random-{number}" for number in range(1, 21)), *(f"any-{number}" for number in range(1, 6))])
 def test_the_projection_is_right_everywhere_on_many_tracks(name):
     assert_projection_is_right(load_track(name), PLACES)
 
@@ -162,6 +162,23 @@ def test_random_tracks_are_like_the_game_s_and_of_all_kinds():
     assert both > 30, "nearly all turn both ways"
     assert 10 <= sum(way > 0 for way in ways) <= 30, "some go around to the left, some to the right"
     assert min(track.length for track in tracks) < 1_300 and max(track.length for track in tracks) > 2_700
+
+
+def test_tracks_of_any_scale_are_all_that_a_person_may_draw():
+    tracks = [load_track(f"any-{number}") for number in range(1, 41)]
+    lengths, widths = np.array([(track.length, track.control_points[:, 2].mean()) for track in tracks]).T
+    assert 800 < lengths.min() < 1_400 and 5_000 < lengths.max() < 8_500
+    assert 8 < widths.min() < 13 and 45 < widths.max() <= 60
+    assert abs(np.corrcoef(lengths, widths)[0, 1]) < 0.4, "long ones may be narrow, short ones wide"
+    np.testing.assert_array_equal(load_track("any-1").control_points[:2], [[234.4, -308.2, 25.2], [330.0, -257.2, 24.3]])
+
+
+@pytest.mark.parametrize("number", [1, 5, 10_001])
+def test_a_random_track_can_be_had_twice_as_long_or_as_wide(number):
+    plain, long, wide, both = (load_track(f"random-{number}{kind}") for kind in ("", "-long", "-wide", "-long-wide"))
+    assert long.length > 1.8 * plain.length and both.length > 1.8 * wide.length
+    half_widths = [track.control_points[:, 2].mean() for track in (plain, long, wide, both)]
+    np.testing.assert_allclose(np.array(half_widths) / half_widths[0], [1, 1, 2, 2], rtol=0.3)
 
 
 def replaced(index, value):

@@ -35,8 +35,11 @@ TRACKS: dict[str, list[tuple[float, float, float]]] = {  # (x, y, half-width), c
         (-340, -160, 22)],
 }
 # fmt: on
+RANDOM = re.compile(r"(random|any)-(0|[1-9]\d{0,14})(-long)?(-wide)?")  # twice as long, twice as wide
 CACHED_TRACKS = 512  # of a process; a Track is small, and its tables (world.py) are cached in smaller numbers
 RANDOM_LENGTH, RANDOM_HALF_WIDTH = (1_100.0, 3_000.0), (11.0, 30.0)  # of random tracks: about those of the game
+ANY_LENGTH, ANY_WIDTH = (0.8, 2.6), (0.75, 2.4)  # times these: tracks of any scale, of up to MOST_HALF_WIDTH
+MOST_HALF_WIDTH = 60.0
 
 
 def load_track(track_id: str) -> Track:
@@ -45,11 +48,11 @@ def load_track(track_id: str) -> Track:
         return _pinned[track_id]
     if track_id in TRACKS:
         return _cached_track(track_id, tuple(TRACKS[track_id]))
-    if number := re.fullmatch(r"random-(0|[1-9]\d{0,14})", str(track_id)):
-        return random_track(int(number[1]))
+    if found := RANDOM.fullmatch(str(track_id)):
+        return random_track(*found.groups())
     path, form = Path(track_id), '{"name": ..., "control_points": [[x, y, half_width], ...]}'
     if path.suffix.lower() != ".json":
-        names = f"{', '.join(TRACKS)}, random-1, random-2 and so on"
+        names = f"{', '.join(TRACKS)}, random-1, random-1-wide, any-1 and so on"
         raise UserError(f"unknown track {track_id!r}. Available: {names}, or the path of a .json file {form}")
     data = read_json(path, "track file")
     if not isinstance(data, dict) or "control_points" not in data:
@@ -79,8 +82,13 @@ def pinned_tracks(track_ids):
 def check_game_tracks(track_ids) -> None:
     """UserError for a track that the real game cannot have."""
     for track in track_ids:
-        if track.lower().endswith(".json") or track.startswith("random-"):
+        if track.lower().endswith(".json") or RANDOM.fullmatch(track):
             raise UserError(f"track {track!r} exists only here; in the real game --track-id is one of {', '.join(TRACKS)}")
+
+
+def has_shape(track_id: str) -> bool:
+    """Whether the track is known here. (A bridge may have others.)"""
+    return track_id in TRACKS or track_id.lower().endswith(".json") or RANDOM.fullmatch(track_id) is not None
 
 
 def track_name(track_id: str) -> str:
@@ -101,19 +109,24 @@ def _track_of_file(name: str, control_points: tuple) -> Track:
 
 
 @functools.lru_cache(maxsize=CACHED_TRACKS)
-def random_track(number: int) -> Track:
-    """Track random-N, the same on every machine: the first of a sequence of ever gentler loops that a car can drive."""
+def random_track(kind: str, number: str, long: str | None, wide: str | None) -> Track:
+    """A track by the groups of its name, the same on every machine: the first of ever gentler loops that a car can drive."""
+    n, name = int(number), f"{kind}-{number}{long or ''}{wide or ''}"
     # Fractional parts of multiples of a square root: lengths, widths and wildness are spread evenly over any range of numbers.
-    size, wide, wild = (number * math.sqrt(prime) % 1 for prime in (2, 3, 5))
+    size, wide_for_size, wild, *scales = (n * math.sqrt(prime) % 1 for prime in (2, 3, 5, 7, 11))
+    scale = 2.0 if long else 1.0, 2.0 if wide else 1.0
+    if kind == "any":
+        scale = tuple(low * (high / low) ** at for at, (low, high) in zip(scales, (ANY_LENGTH, ANY_WIDTH), strict=True))
     for attempt in itertools.count():
-        points = _random_loop(number << 16 | attempt, size, wide, (0.3 + 0.7 * wild) * 0.97**attempt)
+        points = _random_loop(n << 16 | attempt, size, wide_for_size, (0.3 + 0.7 * wild) * 0.97**attempt, *scale)
         if points is not None:
             with contextlib.suppress(UserError):
-                return Track(f"random-{number}", points)
+                return Track(name, points)
 
 
-def _random_loop(state: int, size: float, wide: float, wild: float) -> np.ndarray | None:
-    """A closed loop with dents (hairpins) and kinks (chicanes), bent twice. None if parts of it are too close to each other."""
+def _random_loop(state: int, size: float, wide: float, wild: float, longer=1.0, wider=1.0) -> np.ndarray | None:
+    """A closed loop with dents (hairpins) and kinks (chicanes), bent twice, and then scaled. None if parts of it are too close to
+    each other."""
 
     def pick(low: float, high: float) -> float:
         nonlocal state
@@ -148,7 +161,9 @@ def _random_loop(state: int, size: float, wide: float, wild: float) -> np.ndarra
     turn = np.abs(np.angle((edge @ [1, 1j]) / np.roll(edge @ [1, 1j], 1)))
     straightest = int((turn + np.roll(turn, 1) + np.roll(turn, -1)).argmin())
     points = np.roll(np.column_stack([points, np.clip(width, *RANDOM_HALF_WIDTH)]), -straightest, axis=0)
-    points = points[:: 1 if pick(0, 1) < 0.5 else -1].round(1)  # rounded, since machines differ in the last bit of a cosine
+    points = points[:: 1 if pick(0, 1) < 0.5 else -1] * [longer, longer, wider]
+    points[:, 2] = np.minimum(points[:, 2], MOST_HALF_WIDTH)
+    points, length = points.round(1), length * longer  # rounded, since machines differ in the last bit of a cosine
     # A quick test for crossing walls: two places that are close, but far apart along the road.
     walls = points[:, None, 2] + points[:, 2] + 2 * RUNOFF_WIDTH
     close = squared_distances(points, points) < walls**2

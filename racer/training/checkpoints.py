@@ -119,6 +119,9 @@ def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "chec
     if checkpoint.get("format") != CHECKPOINT_FORMAT or not {"args", "parts", "config", "run"} <= set(checkpoint):
         found = f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}"
         raise UserError(f"{found}: another version wrote it. Use that version, or retrain")
+    if "progress" not in (args := checkpoint["args"]):  # before 1.1.0
+        tracks = [f"random-{n}" for n in range(1, args.get("random_tracks", 0) + 1)]
+        args |= {"random_tracks": 0, "track_id": tracks} if tracks else {}
     return checkpoint
 
 
@@ -315,7 +318,7 @@ def _import_file(path: str | Path):
 def make_run_folder(algorithm: str, args, trainer: Path | None = None) -> Path:
     """runs/NAME with the settings, the versions, the commit and the trainer's source."""
     tracks = "-".join(track_name(track) for track in args.tracks[:3])
-    tracks = f"random-1-to-{args.random_tracks}" if args.random_tracks else tracks
+    tracks = f"any-1-to-{args.random_tracks}" if args.random_tracks else tracks
     name = args.run_name or f"{algorithm}-{tracks}-s{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
     if Path(name).name != name or name == "..":
         raise UserError(f"--run-name is {name!r}, which is a path; give a name, and the folder above it as --run-dir")

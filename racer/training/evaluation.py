@@ -19,14 +19,17 @@ import torch
 
 from callbacks_lite import MANY_TRACKS
 from racer.game.bridge import BridgeError
+from racer.game.config import load_config
 from racer.game.limit import limit_seconds
 from racer.game.observations import OBS_NAMES
-from racer.game.rules import TICKS_PER_SECOND
+from racer.game.rules import MAX_SPEED, TICKS_PER_SECOND
 from racer.game.sim import ARC_TOLERANCE
-from racer.game.tracks import TRACKS, load_track, track_name
+from racer.game.tracks import TRACKS, has_shape, load_track, track_name
 from racer.training.references import BEST_REWARD, is_default
 from racer.view.telemetry import LapTrace
 from racer_env import RacerEnv, RacerVectorEnv
+
+FLYING_LAP_IN = 2.5  # laps at full speed: a good driver has completed a flying lap
 
 # == Episodes ==========================================================================================================
 
@@ -127,12 +130,28 @@ def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = N
     ]  # fmt: skip
 
 
+def drive_laps(drive: Callable, track_id: str, config_path=None) -> Episode:
+    """An episode from the grid on the embedded engine, as the config has it; on a long track, longer, for a flying lap."""
+    config = load_config(config_path)
+    ticks = math.ceil(FLYING_LAP_IN * load_track(track_id).length / MAX_SPEED * TICKS_PER_SECOND)
+    config["episode"]["maxSteps"] = max(config["episode"]["maxSteps"], ticks)
+    with contextlib.closing(RacerVectorEnv(1, track_id, config, render_mode="rgb_array")) as envs:
+        return evaluate(drive, envs, [track_id])[0]
+
+
 def drive_lap(name: str, drive: Callable, track_id: str) -> LapTrace:
-    """A driver's fastest lap in an episode from the grid on the embedded engine, or what it manages of one."""
-    with contextlib.closing(RacerVectorEnv(1, track_id, render_mode="rgb_array")) as envs:
-        (episode,) = evaluate(drive, envs, [track_id])
+    """A driver's fastest lap from the grid, or what it manages of one."""
+    episode = drive_laps(drive, track_id)
     note = "from the standing start" if len(episode.laps) == 1 else ""
     return LapTrace.of(name, track_id, episode.fastest()["trajectory"], note)
+
+
+def with_flying_lap(result: dict, drive: Callable, track_id: str, config) -> dict:
+    """A summary of a track on which an episode is too short for a flying lap: with that of a longer episode."""
+    if result["flying_lap_sec"] is not None:
+        return result
+    longer = summarize([drive_laps(drive, track_id, config)], config)
+    return result | {key: longer[key] for key in ("flying_lap_sec", "flying_spread_sec", "percent_of_limit", "cutting")}
 
 
 COMPARED_TICKS = 240
@@ -227,17 +246,12 @@ def summarize(episodes: list[Episode], config: dict, hand_written: float | None 
     }
 
 
-def has_shape(track: str) -> bool:
-    """Whether the track is known here. (A bridge may have others.)"""
-    return track in TRACKS or track.startswith("random-") or track.lower().endswith(".json")
-
-
 def eval_metrics(results: list[dict]) -> dict[str, float]:
-    """Results by tag: of every track, and over all of them. Lap times of several tracks have no meaningful mean."""
+    """Results by tag: of every track, and the mean of those that have one. Lap times of several tracks have no meaningful mean."""
     metrics = {}
     for tag, name in EVAL_TAGS.items():
-        values = [result[name] for result in results]
-        if None not in values and (len(results) == 1 or not tag.endswith("_sec")):
+        values = [result[name] for result in results if result[name] is not None]
+        if values and (len(results) == 1 or not tag.endswith("_sec")):
             metrics[f"eval/{tag}"] = float(np.mean(values))
         for result in results if len(results) <= MANY_TRACKS else ():
             if result[name] is not None:

@@ -115,7 +115,7 @@ class Settings:
     @property
     def tracks(self) -> tuple[str, ...]:
         """The ids of the tracks to drive on. A file is named by its full path, as in a run that is resumed."""
-        return tuple(f"random-{n}" for n in range(1, self.random_tracks + 1)) or tuple(map(full_path, self.track_id))
+        return tuple(f"any-{n}" for n in range(1, self.random_tracks + 1)) or tuple(map(full_path, self.track_id))
 
 
 def plain_value(value, kinds: tuple):
