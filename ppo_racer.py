@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from callbacks_lite import RaceStats
-from racer.training.run import Run, all_gather, average_gradients
+from racer.training.run import Run, all_gather, average_over_processes
 from racer.training.settings import (
     Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, as_command, parse_args, run_as_script,
 )  # fmt: skip
@@ -402,13 +402,13 @@ def update(agent: Agent, optimizer, batch: dict, ent_coef: float, args: Args, ge
         policy_losses.append(policy_loss.detach())
         value_losses.append(value_loss.detach())
         logratios.append(logratio.detach())
-        if args.target_kl is not None and np.mean(all_gather(approx_kl(logratios[-1]).item())) > args.target_kl:
+        if args.target_kl is not None and approx_kl(logratios[-1]).item() > args.target_kl:
             break  # before the step that would move the policy farther
         optimizer.zero_grad()
         (policy_loss - ent_coef * entropy + value_loss).backward()
-        average_gradients(optimizer)
         nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
         optimizer.step()
+    average_over_processes(agent, optimizer)
 
     logratio = torch.cat(logratios)
     policy_loss, value_loss = torch.stack(policy_losses).mean().item(), torch.stack(value_losses).mean().item()

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from racer.training.run import Run, all_gather, average_gradients
+from racer.training.run import Run, all_gather, average_over_processes
 from racer.training.settings import (
     Count, Fraction, NonNegative, Positive, Preset, Range, Settings, Whole, as_command, parse_args, run_as_script,
 )  # fmt: skip
@@ -443,7 +443,6 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
         loss = critic_loss(agent.values(agent.critics, mb_obs, mb_actions), mb_targets)
         critic_optimizer.zero_grad()
         loss.backward()
-        average_gradients(critic_optimizer)
         critic_optimizer.step()
         critic_losses.append(loss.detach())
 
@@ -455,13 +454,13 @@ def update(agent: Agent, actor_optimizer, critic_optimizer, samples: dict, args:
             actor_optimizer.zero_grad()
             own = [*agent.actor.parameters(), agent.log_alpha]  # the critics do not learn from the actor's loss
             (loss + temperature_loss if args.autotune else loss).backward(inputs=own)
-            average_gradients(actor_optimizer)
             actor_optimizer.step()
             numbers = loss.detach(), temperature_loss.detach(), alpha, -logprobs.detach().mean()
             actor_losses.append(torch.stack(numbers))
     with torch.no_grad():  # Polyak averaging; tau is per update: one step for all of them
         share = 1 - (1 - args.tau) ** args.updates
         torch._foreach_lerp_([*agent.critic_targets.parameters()], [*agent.critics.parameters()], share)
+    average_over_processes(agent, actor_optimizer, critic_optimizer)
 
     names = ("train/actor_loss", "train/ent_coef_loss", "train/ent_coef", "train/entropy")
     metrics = dict(zip(names, torch.stack(actor_losses).mean(0).tolist(), strict=True))

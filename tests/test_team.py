@@ -134,38 +134,41 @@ def test_a_run_of_several_processes_repeats_bit_for_bit_and_so_does_its_resumpti
 AVERAGE = """
 import json, sys, numpy as np, torch, ppo_racer
 import racer.training.processes as c
-from ppo_racer import RewardScaler
 c.init_processes()
 rank, size = c.rank(), c.world_size()
-torch.manual_seed(0)
+torch.manual_seed(rank)
 agent = ppo_racer.Agent()
-g = torch.Generator().manual_seed(1)
-mb = {'normalized_obs': torch.randn(64, 14, generator=g), 'returns': torch.randn(64, generator=g)}
 optimizer = torch.optim.Adam(agent.parameters())
-loss = agent.value(mb["normalized_obs"][rank::size]) - mb["returns"][rank::size]
-loss.square().mean().backward()
-c.average_gradients(optimizer)
-scaler = RewardScaler(0.9, np.ones(12 // size))
+agent.value(torch.randn(64, 14)).square().mean().backward()
+optimizer.step()
+weight = agent.critic[0].weight
+def now():
+    return {'weight': weight.flatten().tolist(), 'moment': optimizer.state[weight]['exp_avg'].flatten().tolist()}
+before = now()
+c.average_over_processes(agent, optimizer)
+scaler = ppo_racer.RewardScaler(0.9, np.ones(12 // size))
 rewards = np.random.default_rng(0).normal(size=(5, 12))[:, rank * (12 // size):][:, :12 // size]
 scaler.update(rewards, np.zeros(rewards.shape, bool))
-result = {'gradient': agent.critic[0].weight.grad.flatten().tolist(), 'moments': scaler.moments.tolist()}
+result = {'before': before, 'after': now(), 'moments': scaler.moments.tolist()}
 open(sys.argv[sys.argv.index('--run-name') + 1] + str(rank), 'w').write(json.dumps(result))
 c.exit_process(0, wait_for_others=True)
 """
 
 
 @pytest.mark.slow
-def test_two_processes_take_the_step_of_one_on_all_samples(launch, tmp_path):
-    """Gradients averaged over two halves of a minibatch are those of the minibatch, and statistics are those of all cars."""
+def test_networks_and_moments_are_averaged_and_statistics_are_those_of_all_cars(launch, tmp_path):
     script, results = tmp_path / "average.py", []
     script.write_text(AVERAGE)
     for size in (1, 2):
         finish(launch("ppo", script=script, processes=size, run_name=tmp_path / f"of{size}-"))
         results.append([json.loads((tmp_path / f"of{size}-{rank}").read_text()) for rank in range(size)])
     (one,), (first, second) = results
-    assert first == second, "the same everywhere"
-    for key in one:
-        np.testing.assert_allclose(first[key], one[key], rtol=1e-4, atol=1e-7)
+    assert one["after"] == one["before"], "alone, nothing changes"
+    assert first["after"] == second["after"] and first["before"] != second["before"]
+    for name, after in first["after"].items():
+        np.testing.assert_allclose(after, np.mean([p["before"][name] for p in (first, second)], axis=0), atol=1e-6)
+    assert first["moments"] == second["moments"]
+    np.testing.assert_allclose(first["moments"], one["moments"], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """One run in several processes, on one machine or several: torchrun starts them, gloo connects them.
 
-Every process drives its share of the cars. Gradients and statistics are averaged over all processes, so that each takes the
-same optimiser steps; process 0 evaluates, logs and writes. With a single process, every function here just calls or returns.
+Every process drives its share of the cars and takes optimiser steps on what they did. After every update, networks and optimiser
+states are averaged over all processes, so that all begin the next one equal; process 0 evaluates, logs and writes. With a single process, every function here just calls or returns.
 """
 
 from __future__ import annotations
@@ -140,16 +140,17 @@ def _result_or_error(function: Callable, *arguments, **named):
         return error
 
 
-def average_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Between backward() and step(): replace the gradients by their mean over all processes."""
+def average_over_processes(module: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """After some optimiser steps of its own: give every process the mean of all networks and of all optimiser states."""
     if dist.is_initialized():
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        states = (value for optimizer in optimizers for state in optimizer.state.values() for value in state.values())
+        tensors = [*(parameter.data for parameter in module.parameters()), *states]
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
         with _others_must_answer():
             dist.all_reduce(flat, group=_group)
-        parts = (flat / world_size()).split([gradient.numel() for gradient in gradients])
-        for gradient, mean in zip(gradients, parts, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        parts = (flat / world_size()).split([tensor.numel() for tensor in tensors])
+        for tensor, mean in zip(tensors, parts, strict=True):
+            tensor.copy_(mean.view_as(tensor))
 
 
 def process_seed(seed: int) -> int:

@@ -29,7 +29,7 @@ from racer.training.checkpoints import (
 from racer.training.evaluation import (
     EVAL_TAGS, eval_metrics, evaluate, lines_of, one_thread, score, summarize, why_not_like_engine,
 )  # fmt: skip
-from racer.training.processes import average_gradients  # noqa: F401  trainers take the collective functions from here
+from racer.training.processes import average_over_processes  # noqa: F401  trainers take the collective functions from here
 from racer.training.processes import (
     ProcessError, SharedError, all_gather, broadcast_from_rank0, extend_timeout, gather_on_rank0, process_seed, rank, remember,
     run_on_all, world_size,
