@@ -68,6 +68,8 @@ class Args(Settings):
     """with --game: number of bridges to start, each on a core of its own"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
+    progress: Literal["line", "centreline"] = "line"
+    """what progress is rewarded along while training: the shortest line, or the centreline as in evaluations"""
     off_road_penalty_scale: NonNegative = 1.0
     """multiply the config's offTrackPenalty by this during training; values above 1 make drivers more cautious"""
     stuck_ticks: Whole = 0
@@ -78,8 +80,8 @@ class Args(Settings):
     # -- algorithm
     action_repeat: Annotated[Count, Range(1, 100)] = 3
     """ticks for which an action is held while learning; the finished driver acts every tick"""
-    gamma: Fraction = 0.98
-    """discount factor per tick: 0.98 looks about 50 ticks (0.8 s) ahead"""
+    gamma: Fraction = 0.92
+    """discount factor per tick: 0.92 looks about 12 ticks (0.2 s) ahead, enough where every tick is paid its worth"""
     gae_lambda: Fraction = 0.95
     """GAE parameter per action: advantages rely on measured rewards (1) or on the critic (0)"""
     clip_coef: Positive = 0.2
@@ -96,13 +98,13 @@ class Args(Settings):
     """width of the two hidden layers of actor and critic"""
 
     # -- optimisation
-    learning_rate: NonNegative = 2e-3
+    learning_rate: NonNegative = 3e-3
     """Adam's initial learning rate"""
     anneal_lr: bool = True
     """anneal the learning rate linearly to 0"""
     rollout_steps: Annotated[Count, Range(1, 65_536)] = 24
     """actions per car between updates"""
-    minibatch_size: Count = 192
+    minibatch_size: Count = 384
     """approximate minibatch size (a rollout is split into equal parts), all processes together"""
     update_epochs: Count = 2
     """epochs over each rollout"""
@@ -446,8 +448,8 @@ def train(args: Args) -> dict:
     with Run("ppo", args) as run:  # the run folder, several processes, evaluations, checkpoints, the game's bridges
         envs = RacerVectorEnv(
             run.num_envs, args.tracks, args.config_path, run.bridge_urls, args.start,
-            action_repeat=args.action_repeat, gamma=args.gamma, off_road_penalty_scale=args.off_road_penalty_scale,
-            stuck_ticks=args.stuck_ticks, stagger=True, first_car=run.first_car, retries=args.bridge_retries,
+            progress=args.progress, off_road_penalty_scale=args.off_road_penalty_scale, action_repeat=args.action_repeat,
+            gamma=args.gamma, stuck_ticks=args.stuck_ticks, stagger=True, first_car=run.first_car, retries=args.bridge_retries,
         )  # fmt: skip
         agent = make_agent(args)
         optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

@@ -33,6 +33,7 @@ from racer.game.checks import UserError, excerpt
 from racer.game.config import load_config
 from racer.game.episodes import Episodes, Fleet, add_tick, with_masks
 from racer.game.observations import OBS_HIGH, OBS_LOW, OBS_SIZE, obs_moments  # noqa: F401  trainers take them from here
+from racer.game.progress import PROGRESS, LineProgress
 from racer.game.random_numbers import fleet_seeds
 from racer.game.rewards import REWARD_TERMS
 from racer.game.rules import ACTION_HIGH, ACTION_LOW, RESET_INFO, STEP_INFO, TICKS_PER_SECOND
@@ -223,6 +224,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         stagger      truncate each car's first episode early, each at another time, so that with many cars not all episodes end
                      in the same tick
         off_road_penalty_scale   multiplies the config's offTrackPenalty: more than 1 makes careful drivers
+        progress     "line": the rewards of steps count progress along the shortest line (racer/game/progress.py). Infos and returns
+                     stay the config's, as do the rewards on a track that only the real game knows. Default: "centreline"
         action_repeat   ticks for which a step holds its actions
         gamma           discount factor per tick, within a step of several
         first_car    for a fleet shared by several processes: car i of this environment is car first_car + i of the fleet, which
@@ -255,11 +258,14 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         first_car: int = 0,
         stuck_ticks: int = 0,
         off_road_penalty_scale: float = 1.0,
+        progress: str = "centreline",
         action_repeat: int = 1,
         gamma: float = 1.0,
     ):
         if not isinstance(action_repeat, (int, np.integer)) or action_repeat < 1:
             raise UserError(f"action_repeat is {action_repeat!r}; it must be a number of ticks, 1 or more")
+        if progress not in PROGRESS:
+            raise UserError(f"unknown progress {progress!r}. Available: {', '.join(PROGRESS)}")
         _check_render_mode(render_mode, bridge_url)
         self.render_mode, self.from_grid = render_mode, start == "grid"
         self.retries, self.bridge_faults, self._failures_in_a_row = retries, 0, 0
@@ -277,6 +283,9 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._all_cars, self._no_car = np.ones(self.num_envs, bool), np.zeros(self.num_envs, bool)
         # What the reward of a step's n-th tick counts, and what comes after n ticks.
         self._discounts = np.cumprod([1.0, *[gamma] * action_repeat])
+        known = self._sim or all(track in TRACKS for track in self.track_ids)
+        tracks = [load_track(track) for track in self.track_ids] if progress == "line" and known else None
+        self._line = LineProgress(tracks, self.config["weights"]["progress"]) if tracks else None
 
     @property
     def observations(self) -> np.ndarray:
@@ -319,6 +328,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._fleet.stuck.set_state(state)
         self._state = "running"
         self._observations = self._sim.observe().astype(np.float32)
+        if self._line:
+            self._line.on_reset(slice(None), *self._fleet.cars.places())
         if self._fleet.recorder:
             self._fleet.recorder.begin(range(self.num_envs))
 
@@ -377,10 +388,13 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         ticks, info, last_observations = np.ones(self.num_envs, np.int64), None, None
         for number, tick in enumerate(self._fleet.ticks(actions, self.action_repeat)):
             seen, reward, dead, timed_out, stuck, now = tick
+            learned = reward
+            if self._line:
+                learned = reward - now["progress"] + self._line.gain(*self._fleet.cars.places())
             if info is None:
-                rewards, info = reward, now
+                rewards, info = learned, now
             else:
-                rewards = rewards + running * self._discounts[number] * reward
+                rewards = rewards + running * self._discounts[number] * learned
                 ticks += running
                 info = add_tick(info, now, running)
             now_cut = self._episodes.tick(reward, running)
@@ -439,6 +453,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     def _begin_episodes(self, cars, observations) -> None:
         self._fleet.begin(cars, observations, self._episodes.lengths[cars])
         self._episodes.begin(cars)
+        if self._line:
+            self._line.on_reset(cars, *self._fleet.cars.places(cars, observations))
 
     def render(self):
         recorder = self._fleet.recorder

@@ -68,6 +68,8 @@ class Args(Settings):
     """with --game: number of bridges to start, each on a core of its own"""
     bridge_retries: Whole = 0
     """maximum consecutive reconnect attempts when the bridge fails; 0: save a checkpoint and stop"""
+    progress: Literal["line", "centreline"] = "line"
+    """what progress is rewarded along while training: the shortest line, or the centreline as in evaluations"""
     off_road_penalty_scale: NonNegative = 1.0
     """multiply the config's offTrackPenalty by this during training; values above 1 make drivers more cautious"""
     stuck_ticks: Whole = 0
@@ -487,8 +489,8 @@ def train(args: Args) -> dict:
     with ThreadPoolExecutor(1) as other_core, Run("sac", args) as run:
         envs = RacerVectorEnv(
             run.num_envs, args.tracks, args.config_path, run.bridge_urls, args.start,
-            action_repeat=args.action_repeat, gamma=args.gamma, off_road_penalty_scale=args.off_road_penalty_scale,
-            stuck_ticks=args.stuck_ticks, stagger=True, first_car=run.first_car, retries=args.bridge_retries,
+            progress=args.progress, off_road_penalty_scale=args.off_road_penalty_scale, action_repeat=args.action_repeat,
+            gamma=args.gamma, stuck_ticks=args.stuck_ticks, stagger=True, first_car=run.first_car, retries=args.bridge_retries,
         )  # fmt: skip
         agent = make_agent(args)
         actor_optimizer, critic_optimizer = make_optimizers(agent, args)

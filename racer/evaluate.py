@@ -23,7 +23,7 @@ from racer.game.checks import UserError, writing
 from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import check_game_tracks
 from racer.training.checkpoints import load_driver
-from racer.training.evaluation import describe_more, evaluate, lines_of, one_thread, summarize, with_flying_lap
+from racer.training.evaluation import describe_more, evaluate, lines_of, one_thread, summarize, with_flying_laps
 from racer.training.references import hand_written_settings
 from racer.training.settings import as_command, run_as_script
 from racer.training.terminal import print_safely
@@ -106,9 +106,7 @@ def run_evaluation(args: Args) -> list[dict]:
         summarize(episodes[i :: len(tracks)], envs.config, references.get(track, [None])[0]) for i, track in enumerate(tracks)
     ]
     if args.start == "grid" and not in_game:
-        results = [
-            with_flying_lap(result, driver, track, envs.config) for result, track in zip(results, tracks, strict=True)
-        ]
+        results = with_flying_laps(results, driver, tracks, envs.config)
     for line in [*lines_of(results), *describe_more(results)]:
         print_safely(line)
     if args.telemetry:

@@ -14,7 +14,7 @@ from racer.game.rules import REWARD_PARTS, TICKS_PER_SECOND
 from racer.game.sim import RacerSim
 from racer.game.tracks import load_track
 from racer.training.evaluation import (
-    describe_all, describe_more, drive_lap, eval_metrics, evaluate, score, summarize, with_flying_lap,
+    describe_all, describe_more, drive_lap, eval_metrics, evaluate, score, summarize, with_flying_laps,
 )  # fmt: skip
 from racer.training.references import HAND_WRITTEN, best_hand_written, full_throttle, hand_written_settings
 from racer_env import RacerVectorEnv
@@ -207,7 +207,7 @@ def test_a_long_track_gets_a_flying_lap_from_a_longer_episode():
     (episode,) = evaluate(driver, envs, [track])
     result = summarize([episode], envs.config)
     assert len(episode.rewards) == 3000 and result["flying_lap_sec"] is None
-    longer = with_flying_lap(result, driver, track, envs.config)
+    (longer,) = with_flying_laps([result], driver, [track], envs.config)
     assert 90 < longer["percent_of_limit"] < 100.1 and longer["flying_lap_sec"] > 30
     unchanged = set(result) - {"flying_lap_sec", "flying_spread_sec", "percent_of_limit", "cutting"}
     assert all(longer[key] == result[key] for key in unchanged), "the reward is that of the game's episode"

@@ -24,7 +24,7 @@ import websocket
 
 from racer.game.checks import excerpt, is_finite
 from racer.game.observations import ARC, CENTRELINE, OBS_HIGH, OBS_LOW, OBS_NAMES, OBS_SIZE
-from racer.game.rules import CENTRELINE_RANGE, GAME_INFO, RESET_INFO
+from racer.game.rules import CENTRELINE_RANGE, GAME_INFO, NUM_RAYS, RESET_INFO
 from racer.game.tracks import TRACKS, load_track
 
 # == Limits ===========================================================================================================
@@ -309,6 +309,19 @@ class BridgeCars:
                 half_width = track.half_width(observations[i, ARC] * track.length)
                 off_road[i] = observations[i, CENTRELINE] * CENTRELINE_RANGE > half_width
         return off_road
+
+    def places(self, cars=slice(None), observations=None):
+        """The game sends how far a car is from the centreline, and not on which side: there the wall beside it is nearer."""
+        seen = self._last_step[0][cars] if observations is None else observations
+        s, x, y = np.zeros((3, len(seen)))
+        tracks = np.array(self.track_ids)[cars]
+        for track_id in np.unique(tracks):
+            on, track = tracks == track_id, load_track(track_id)
+            s[on] = seen[on, ARC] * track.length
+            aside = np.copysign(seen[on, CENTRELINE] * CENTRELINE_RANGE, seen[on, 0] - seen[on, NUM_RAYS - 1])  # rays to the right, to the left
+            centre, tangent = track.position(s[on]), track.tangent(s[on])
+            x[on], y[on] = centre[:, 0] - aside * tangent[:, 1], centre[:, 1] + aside * tangent[:, 0]
+        return s, x, y
 
     @contextlib.contextmanager
     def _closing_on_error(self):

@@ -7,6 +7,7 @@ The interface, with arrays over cars throughout:
                        -> observations (N, OBS_SIZE), rewards, terminated, truncated, info
                        observations may be None before the last tick, unless `observing`
     observe(cars)      -> observations (n, OBS_SIZE) of these cars after the tick that was yielded last
+    places(cars, observations) -> arc position, x, y (n,) of these cars, after the last tick or, with these observations, a reset
     close()            idempotent
     track_ids          of every car
     off_road           which cars were off the road after the last tick (N,)
@@ -64,6 +65,9 @@ class EmbeddedCars:
 
     def observe(self, cars: np.ndarray) -> np.ndarray:
         return self.sim.observe(cars).astype(np.float32)
+
+    def places(self, cars=slice(None), observations=None):
+        return self.sim.s[cars], self.sim.x[cars], self.sim.y[cars]
 
     def close(self) -> None:
         pass

@@ -130,28 +130,32 @@ def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = N
     ]  # fmt: skip
 
 
-def drive_laps(drive: Callable, track_id: str, config_path=None) -> Episode:
-    """An episode from the grid on the embedded engine, as the config has it; on a long track, longer, for a flying lap."""
-    config = load_config(config_path)
-    ticks = math.ceil(FLYING_LAP_IN * load_track(track_id).length / MAX_SPEED * TICKS_PER_SECOND)
+def drive_laps(drive: Callable, tracks, config_path=None) -> list[Episode]:
+    """An episode from the grid on every track, on the embedded engine, as the config has it; longer where a flying lap needs it."""
+    config, longest = load_config(config_path), max(load_track(track).length for track in tracks)
+    ticks = math.ceil(FLYING_LAP_IN * longest / MAX_SPEED * TICKS_PER_SECOND)
     config["episode"]["maxSteps"] = max(config["episode"]["maxSteps"], ticks)
-    with contextlib.closing(RacerVectorEnv(1, track_id, config, render_mode="rgb_array")) as envs:
-        return evaluate(drive, envs, [track_id])[0]
+    with contextlib.closing(RacerVectorEnv(len(tracks), list(tracks), config, render_mode="rgb_array")) as envs:
+        return evaluate(drive, envs, tracks)
 
 
 def drive_lap(name: str, drive: Callable, track_id: str) -> LapTrace:
     """A driver's fastest lap from the grid, or what it manages of one."""
-    episode = drive_laps(drive, track_id)
+    (episode,) = drive_laps(drive, [track_id])
     note = "from the standing start" if len(episode.laps) == 1 else ""
     return LapTrace.of(name, track_id, episode.fastest()["trajectory"], note)
 
 
-def with_flying_lap(result: dict, drive: Callable, track_id: str, config) -> dict:
-    """A summary of a track on which an episode is too short for a flying lap: with that of a longer episode."""
-    if result["flying_lap_sec"] is not None:
-        return result
-    longer = summarize([drive_laps(drive, track_id, config)], config)
-    return result | {key: longer[key] for key in ("flying_lap_sec", "flying_spread_sec", "percent_of_limit", "cutting")}
+def with_flying_laps(results: list[dict], drive: Callable, tracks, config: dict) -> list[dict]:
+    """Summaries of one episode per track; where that is too short for a flying lap, with the flying laps of a longer one."""
+    if all(result["flying_lap_sec"] is not None for result in results):
+        return results
+    longer = [summarize([episode], config) for episode in drive_laps(drive, tracks, config)]
+    keys = ("flying_lap_sec", "flying_spread_sec", "percent_of_limit", "cutting")
+    return [
+        result if result["flying_lap_sec"] is not None else result | {key: more[key] for key in keys}
+        for result, more in zip(results, longer, strict=True)
+    ]
 
 
 COMPARED_TICKS = 240
