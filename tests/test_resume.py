@@ -18,22 +18,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    MODULES,
-    ROOT,
-    TINY,
-    TINY_BRIDGE,
-    Failing,
-    args_of,
-    assert_same,
-    driver_of,
-    evaluate_run,
-    load,
-    preset,
-    resume,
-    short_episodes,
-    steps_of,
-    wait_for,
-)
+    MODULES, ROOT, TINY, TINY_BRIDGE, Failing, args_of, assert_same, driver_of, evaluate_run, load, preset, resume, short_episodes,
+    steps_of, wait_for,
+)  # fmt: skip
 
 from callbacks_lite import read_csv
 from racer.game.bridge import BridgeError
@@ -673,6 +660,17 @@ def test_a_run_of_the_version_before_resumes_and_ends_as_it_would_have_there(lab
     for name, values in agent.items():  # other processors round otherwise
         np.testing.assert_allclose(values, expected[name], atol=1e-3, err_msg=name)
     assert lab.evaluate(tmp_path / "run")[0]["track"] == "track-01"
+
+
+@mostly_shared
+def test_random_tracks_and_rewards_of_an_earlier_version_stay_those(lab, tmp_path, straight):
+    saved = torch.load(straight / "best.pt", weights_only=True)
+    del saved["args"]["progress"]
+    torch.save({**saved, "args": {**saved["args"], "random_tracks": 3}}, tmp_path / "old.pt")
+    args = lab.load(tmp_path / "old.pt")["args"]
+    assert (args["progress"], args["random_tracks"]) == ("centreline", 0)
+    assert args["track_id"] == ["random-1", "random-2", "random-3"]
+    assert lab.load(straight)["args"]["progress"] == "line"
 
 
 @mostly_shared
