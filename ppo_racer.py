@@ -1,7 +1,7 @@
 """PPO for the top-down racer in one file. It trains a driver that beats the game's published one.
 
     python ppo_racer.py --total-timesteps 2000000                    # half a minute: laps of 6.5 s on track-01
-    python ppo_racer.py --random-tracks 24                           # a few minutes: a driver for every track
+    python ppo_racer.py --random-tracks 44                           # a few minutes: a driver for every track
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --game ../top-down-racer-02                  # train in the real game in this folder
     python ppo_racer.py --resume runs/NAME                           # continue after an interruption, bit-exact
@@ -143,19 +143,18 @@ class Args(Settings):
 
 PRESETS = (  # defaults that these flags change; later presets take precedence
     Preset("--track-id A B ...", lambda given: len(given.track_id or ()) > 1, {  # no arc: it means another place on each
-        "start": "anywhere", "hidden": 128, "hide_arc": True, "num_envs": 129, "action_repeat": 4, "rollout_steps": 16,
-        "minibatch_size": 128,
+        "start": "anywhere", "hidden": 128, "hide_arc": True, "num_envs": 129, "minibatch_size": 256,
     }),
     Preset("--random-tracks", lambda given: given.random_tracks, {  # no track is memorised
-        "total_timesteps": 8_000_000, "start": "anywhere", "off_road_penalty_scale": 3.0, "hidden": 128, "hide_arc": True,
-        "num_envs": 264, "action_repeat": 2, "minibatch_size": 396, "eval_every": 1_000_000, "checkpoint_every": 1_000_000,
+        "total_timesteps": 16_000_000, "start": "anywhere", "off_road_penalty_scale": 2.0, "gamma": 0.94, "hidden": 192,
+        "hide_arc": True, "num_envs": 264, "minibatch_size": 792, "eval_every": 2_000_000, "checkpoint_every": 2_000_000,
     }),
     Preset("--start-from", lambda given: given.start_from, {  # short fine-tuning; starting anywhere covers the track
         "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "action_repeat": 1, "rollout_steps": 32,
         "minibatch_size": 512, "learning_rate": 1e-3, "eval_every": 100_000, "checkpoint_every": 100_000,
     }),
     Preset("--game, --bridge-url, --slow-game", lambda given: given.game or given.bridge_url or given.slow_game, {
-        "total_timesteps": 100_000, "start": "grid", "num_envs": 16, "stuck_ticks": 90, "action_repeat": 2,
+        "total_timesteps": 100_000, "start": "grid", "num_envs": 16, "stuck_ticks": 90, "action_repeat": 1,
         "rollout_steps": 64, "minibatch_size": 128, "update_epochs": 8, "learning_rate": 1e-3, "eval_every": 10_000,
         "checkpoint_every": 10_000,
     }),
@@ -438,7 +437,7 @@ def make_agent(args: Args) -> Agent:
 
 
 def read_args(command_line: str | None = None) -> Args:
-    """The settings of this program's command line; or of one given as text, as in train(read_args("--random-tracks 24"))."""
+    """The settings of this program's command line; or of one given as text, as in train(read_args("--random-tracks 44"))."""
     return parse_args("ppo", Args, Agent, PRESETS, __doc__, command_line)
 
 

@@ -9,8 +9,6 @@ Laps count in % of the limit whether they are clean or not; next to them stands 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import sys
 from pathlib import Path
@@ -18,7 +16,10 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from racer.evaluate import Args, run_evaluation
+from racer import load_driver
+from racer.training.evaluation import evaluate, one_thread, summarize, with_flying_laps
+from racer.training.references import hand_written_settings
+from racer_env import RacerVectorEnv
 
 KINDS = {"as the game's": "", "twice as wide": "-wide", "twice as long": "-long", "both": "-long-wide"}
 NUMBERS = range(10_001, 10_021)
@@ -39,14 +40,18 @@ def measure(drivers: list[Path]) -> dict:
     """By kind: for every driver its results on each track, and its failures from anywhere."""
     found = {}
     for kind, suffix in KINDS.items():
-        tracks, found[kind] = tuple(f"random-{number}{suffix}" for number in NUMBERS), []
-        for driver in drivers:
-            with contextlib.redirect_stdout(io.StringIO()):
-                results = run_evaluation(Args(driver, tracks))
-                anywhere = run_evaluation(Args(driver, tracks, start="anywhere", episodes=10))
+        tracks, found[kind] = [f"random-{number}{suffix}" for number in NUMBERS], []
+        envs, anywhere = RacerVectorEnv(20, tracks), RacerVectorEnv(200, tracks, start="anywhere")
+        hand_written = [settings[0] for settings in hand_written_settings(tracks).values()]
+        for path in drivers:
+            driver = load_driver(path)
+            episodes = evaluate(driver, envs, tracks)
+            results = [summarize([e], envs.config, best) for e, best in zip(episodes, hand_written, strict=True)]
+            results = with_flying_laps(results, driver, tracks, envs.config)
             rounded = [{k: round(r[k], 4) if isinstance(r[k], float) else r[k] for k in NAMES} for r in results]
-            found[kind].append({"driver": driver.name, "tracks": rounded, "failures": sum(r["failures"] for r in anywhere)})
-            print(kind, driver, file=sys.stderr)
+            failures = sum(episode.failed for episode in evaluate(driver, anywhere, tracks, seed=1))
+            found[kind].append({"driver": path.name, "tracks": rounded, "failures": failures})
+            print(kind, path, file=sys.stderr)
     return found
 
 
@@ -69,7 +74,8 @@ if __name__ == "__main__":
     parser.add_argument("drivers", nargs="*", type=Path, help="run folders or checkpoints; none: show the file of --json")
     parser.add_argument("--json", type=Path, help="file for all results")
     args = parser.parse_args()
-    results = measure(args.drivers) if args.drivers else json.loads(args.json.read_text())["kinds"]
+    with one_thread():
+        results = measure(args.drivers) if args.drivers else json.loads(args.json.read_text())["kinds"]
     if args.json and args.drivers:
         args.json.write_text(json.dumps({"drivers": [str(driver) for driver in args.drivers], "kinds": results}))
     print(table(results))

@@ -7,7 +7,8 @@
     python -m racer.experiment --out experiments/wider                                                   # continue, or show again
 
 The code is copied at the start, so that it can be edited meanwhile. Finished runs are kept, interrupted ones resume; after
-Ctrl+C or kill -9 the same command continues. Every command is compared with the first one. In the folder: experiment.html,
+Ctrl+C or kill -9 the same command continues, and larger --seeds add runs. Every command is compared with the first one. Seconds are
+those of runs that were alone on the machine (--jobs 1); without such runs they say so. In the folder: experiment.html,
 race.html (the median drivers), curves.png, results.csv, experiment.json, and all runs.
 """
 
@@ -187,6 +188,11 @@ class Job:
         return self.parent / f"{self.seed}.log"
 
     @property
+    def shared(self) -> Path:
+        """Is there if other runs were going on at the same time."""
+        return self.parent / f"{self.seed}.shared"
+
+    @property
     def summary(self) -> dict | None:
         """Of a finished run."""
         try:
@@ -243,6 +249,8 @@ def run_jobs(jobs: list[Job], at_a_time: int) -> None:
                 waiting.remove(free)
                 if free.summary is None:
                     running[free.start()] = free, time.monotonic()
+                for job, _ in running.values() if len(running) > 1 else ():
+                    job.shared.touch()
             ended = [process for process in running if process.poll() is not None]
             for job, began in map(running.pop, ended):
                 if job.summary is not None:
@@ -277,7 +285,7 @@ def collect(planned: dict, jobs: list[Job]) -> dict:
     commands = [{**without_runs(entry), "runs": []} for entry in planned["commands"]]
     for job in jobs:
         if (summary := job.summary) is not None:
-            kept = {key: summary[key] for key in ("steps", "seconds", "results")}
+            kept = {key: summary[key] for key in ("steps", "seconds", "results")} | {"alone": not job.shared.exists()}
             commands[job.number]["runs"].append({"seed": job.seed, **kept, **curves_of(job.folder / "metrics.csv")})
     return {**planned, "commands": commands}
 
@@ -343,9 +351,15 @@ def table(found: dict) -> list[list[str]]:
                 percents + (f", {cutting} cutting" if cutting else ""),
                 pair([result["mean_reward"] for result in results], min),
                 pair([100 * result["off_road_share"] for result in results], max, 1), held,
-                f"{np.median([run['seconds'] for run in runs]):.0f}" if place == 0 else "",
+                seconds_of(runs) if place == 0 else "",
             ])  # fmt: skip
     return rows
+
+
+def seconds_of(runs: list[dict]) -> str:
+    """The median of the runs that had the machine to themselves, or of all if there are none."""
+    alone = [run["seconds"] for run in runs if run.get("alone")]
+    return f"{np.median(alone or [run['seconds'] for run in runs]):.0f}" + ("" if alone else ", shared")
 
 
 def few_results(results: list[dict]) -> list[dict]:

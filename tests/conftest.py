@@ -31,7 +31,7 @@ MODULES = {"ppo": ppo_racer, "sac": sac_racer}
 # Settings of small runs of each trainer: iterations of 512 steps with 16 cars, and no evaluation before the end.
 TINY = {
     "ppo": {"action_repeat": 1, "rollout_steps": 32, "minibatch_size": 128, "update_epochs": 2},
-    "sac": {"log_every": 512, "learning_starts": 512, "batch_size": 64, "updates": 2, "buffer_size": 1000},
+    "sac": {"action_repeat": 4, "log_every": 512, "learning_starts": 512, "batch_size": 64, "updates": 2, "buffer_size": 1000},
 }
 for settings in TINY.values():
     settings |= {"num_envs": 16, "eval_every": 10**9, "checkpoint_every": 10**9, "tensorboard": False, "pictures": False}

@@ -91,9 +91,9 @@ def test_some_flags_choose_the_defaults_of_others(name):
     assert args_of(name, "--track-id", "track-01", "track-02", "--start", "grid").start == "grid"
     on_bridge = args_of(name, "--track-id", "track-01", "track-02", "--bridge-url", "ws://localhost:1")
     assert on_bridge.start == "grid" and on_bridge.num_envs == slow["num_envs"], "the real game has no other start"
-    every = args_of(name, "--random-tracks", "3")
+    every = args_of("ppo", "--random-tracks", "3")
     assert every.tracks == ("any-1", "any-2", "any-3") and every.hide_arc and every.start == "anywhere"
-    assert every.off_road_penalty_scale == preset(name, "--random-tracks")["off_road_penalty_scale"] > 1
+    assert every.off_road_penalty_scale == preset("ppo", "--random-tracks")["off_road_penalty_scale"] > 1
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,14 @@ BAD_VALUES = [
     ("gamma", 1.5),
     ("seed", -1),
     ("init_std", 0.0),
-    ("random_tracks", -3),
+    ("stuck_ticks", -3),
     ("learning_rate", -1e-3),
     ("num_envs", 0),
     ("learning_rate", float("inf")),
 ]
 BAD_VALUES = [(name, *bad) for name in ("ppo", "sac") for bad in BAD_VALUES]
 BAD_VALUES += [
+    ("ppo", "random_tracks", -3),
     ("ppo", "clip_coef", -0.2),
     ("ppo", "gae_lambda", 2.0),
     ("sac", "tau", 1.5),

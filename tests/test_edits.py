@@ -200,10 +200,10 @@ def test_an_observation_that_is_not_finite_is_named(monkeypatch):
 
 
 def test_settings_from_python_are_those_of_a_command_line_and_presets_say_what_they_set(capsys):
-    args = MODULES["ppo"].read_args("--random-tracks 24 --seed 3")
+    args = MODULES["ppo"].read_args("--random-tracks 44 --seed 3")
     said = capsys.readouterr().out
-    assert (args.random_tracks, args.seed, args.hidden, args.hide_arc) == (24, 3, 128, True)
-    assert "--random-tracks sets " in said and "--hidden 128" in said and "--hide-arc" in said
+    assert (args.random_tracks, args.seed, args.hidden, args.hide_arc) == (44, 3, 192, True)
+    assert "--random-tracks sets " in said and "--hidden 192" in said and "--hide-arc" in said
     for value in (np.float64(1e-3), np.float32(1e-3)):
         assert type(MODULES["ppo"].Args(learning_rate=value).learning_rate) is float
     assert type(MODULES["sac"].Args(seed=np.int64(3)).seed) is int
@@ -246,7 +246,8 @@ def test_an_observation_is_one_row_in_one_file(start, tmp_path, name):
     table.write_text(text.replace(end, row + end))
     run, config = tmp_path / "runs" / "mine", short_episodes(tmp_path, 60)
     settings = {**TINY[name], "total_timesteps": 512, "config_path": config, "run_dir": run.parent, "run_name": "mine"}
-    for words in ([f"{name}_racer.py", "--random-tracks", "2", *flags(settings)], ["-m", "racer.evaluate", str(run)]):
+    tracks = ["--random-tracks", "2"] if name == "ppo" else ["--track-id", "any-1", "any-2", "--hide-arc"]
+    for words in ([f"{name}_racer.py", *tracks, *flags(settings)], ["-m", "racer.evaluate", str(run)]):
         command = [sys.executable, *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ""})
         assert done.returncode == 0, done.stderr

@@ -106,5 +106,5 @@ def test_on_a_bridge_the_rays_say_on_which_side_a_car_is(good_bridge):
 
 
 def test_another_progress_is_refused():
-    with pytest.raises(ValueError, match="unknown progress 'arc'. Available: centreline, line"):
+    with pytest.raises(ValueError, match=r"unknown progress 'arc'\. Available: centreline, line"):
         RacerVectorEnv(2, progress="arc")

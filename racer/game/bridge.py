@@ -318,7 +318,8 @@ class BridgeCars:
         for track_id in np.unique(tracks):
             on, track = tracks == track_id, load_track(track_id)
             s[on] = seen[on, ARC] * track.length
-            aside = np.copysign(seen[on, CENTRELINE] * CENTRELINE_RANGE, seen[on, 0] - seen[on, NUM_RAYS - 1])  # rays to the right, to the left
+            right, left = seen[on, 0], seen[on, NUM_RAYS - 1]
+            aside = np.copysign(seen[on, CENTRELINE] * CENTRELINE_RANGE, right - left)
             centre, tangent = track.position(s[on]), track.tangent(s[on])
             x[on], y[on] = centre[:, 0] - aside * tangent[:, 1], centre[:, 1] + aside * tangent[:, 0]
         return s, x, y

@@ -120,8 +120,8 @@ def load_checkpoint(path: str | Path, algorithm: str | None, prefer: str = "chec
         found = f"{path} has format {checkpoint.get('format')}, this program reads {CHECKPOINT_FORMAT}"
         raise UserError(f"{found}: another version wrote it. Use that version, or retrain")
     if "progress" not in (args := checkpoint["args"]):  # before 1.1.0
-        tracks = [f"random-{n}" for n in range(1, args.get("random_tracks", 0) + 1)]
-        args |= {"progress": "centreline", **({"random_tracks": 0, "track_id": tracks} if tracks else {})}
+        tracks = [f"random-{n}" for n in range(1, args.pop("random_tracks", 0) + 1)]
+        args |= {"progress": "centreline", **({"track_id": tracks} if tracks else {})}
     return checkpoint
 
 

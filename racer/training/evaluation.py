@@ -69,8 +69,10 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """Terminated (it stood still), or without a lap."""
-        return self.terminated or not self.laps
+        """Terminated (it stood still), or without a lap though there was time: from anywhere, a lap begins at the line."""
+        at_full_speed = len(self.rewards) / TICKS_PER_SECOND * MAX_SPEED  # units
+        needed = (1.2 if self.from_grid else 2.2) * load_track(self.track).length if has_shape(self.track) else 0.0
+        return self.terminated or (not self.laps and at_full_speed > needed)
 
     def lap_trajectory(self, lap: LapResult) -> np.ndarray:
         """The part of the trajectory in which a lap was driven (ticks + 1, 7)."""
@@ -130,18 +132,18 @@ def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = N
     ]  # fmt: skip
 
 
-def drive_laps(drive: Callable, tracks, config_path=None) -> list[Episode]:
+def drive_laps(drive: Callable, tracks, config_path=None, render_mode=None) -> list[Episode]:
     """An episode from the grid on every track, on the embedded engine, as the config has it; longer where a flying lap needs it."""
     config, longest = load_config(config_path), max(load_track(track).length for track in tracks)
     ticks = math.ceil(FLYING_LAP_IN * longest / MAX_SPEED * TICKS_PER_SECOND)
     config["episode"]["maxSteps"] = max(config["episode"]["maxSteps"], ticks)
-    with contextlib.closing(RacerVectorEnv(len(tracks), list(tracks), config, render_mode="rgb_array")) as envs:
+    with contextlib.closing(RacerVectorEnv(len(tracks), list(tracks), config, render_mode=render_mode)) as envs:
         return evaluate(drive, envs, tracks)
 
 
 def drive_lap(name: str, drive: Callable, track_id: str) -> LapTrace:
     """A driver's fastest lap from the grid, or what it manages of one."""
-    (episode,) = drive_laps(drive, [track_id])
+    (episode,) = drive_laps(drive, [track_id], render_mode="rgb_array")
     note = "from the standing start" if len(episode.laps) == 1 else ""
     return LapTrace.of(name, track_id, episode.fastest()["trajectory"], note)
 

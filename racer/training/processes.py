@@ -1,7 +1,8 @@
 """One run in several processes, on one machine or several: torchrun starts them, gloo connects them.
 
 Every process drives its share of the cars and takes optimiser steps on what they did. After every update, networks and optimiser
-states are averaged over all processes, so that all begin the next one equal; process 0 evaluates, logs and writes. With a single process, every function here just calls or returns.
+states are averaged over all processes, so that all begin the next one equal; process 0 evaluates, logs and writes. With a single
+process, every function here just calls or returns.
 """
 
 from __future__ import annotations

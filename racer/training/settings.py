@@ -91,6 +91,8 @@ NonNegative = Annotated[float, Range(0)]
 class Settings:
     """Base of a trainer's Args: checks its values, also of Args made in Python, and names the flag that is wrong."""
 
+    random_tracks = 0  # a flag of PPO
+
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
             kinds = (kind, *typing.get_args(kind))
@@ -189,7 +191,7 @@ def _defaults_on_resume(algorithm: str, Args, presets, given) -> dict:
         defaults |= {"game": None}
     if given.game:
         defaults |= {"bridge_url": ()} | next(preset.values for preset in presets if preset.flag == "--game")
-    if given.track_id != Args.track_id and given.random_tracks == 0:
+    if given.track_id != Args.track_id and not getattr(given, "random_tracks", 0):
         defaults |= {"random_tracks": 0}
     return defaults
 
