@@ -1,6 +1,6 @@
 """PPO for the top-down racer in one file. It trains a driver that beats the game's published one.
 
-    python ppo_racer.py --total-timesteps 2000000                    # half a minute: laps of 6.5 s on track-01
+    python ppo_racer.py --total-timesteps 2000000                    # a quarter of a minute: laps of 6.5 s
     python ppo_racer.py --random-tracks 44                           # a few minutes: a driver for every track
     python ppo_racer.py --track-id track-01 track-02 track-03 --total-timesteps 8000000       # one driver for all three
     python ppo_racer.py --game ../top-down-racer-02                  # train in the real game in this folder
@@ -12,7 +12,7 @@ PPO (Schulman et al. 2017) repeats three steps: drive all cars for a few ticks w
 much better each action turned out than expected (`make_batch`, `compute_gae`), and take a few optimiser steps toward the better
 ones without moving far from the policy that drove (`ppo_loss`, `update`). `train` is the loop around them: start reading there.
 
-While learning, an action is held for `action_repeat` ticks.
+While learning, an action is held for `action_repeat` ticks, and progress is rewarded along the shortest line of the track.
 Shapes: T actions of a rollout, N cars of this process, B = T * N samples. `obs` is raw, `normalized_obs` is normalised.
 """
 

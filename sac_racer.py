@@ -12,7 +12,8 @@ policy (`soft_target`). The actor learns actions that the critics value (`actor_
 `alpha` is learned too (`alpha_loss`). The lower of the two critics counts, against overestimation. The policy drives from the
 first step: there is no phase of random actions. `train` is the loop around them: start reading there.
 
-While learning, an action is held for `action_repeat` ticks. It lies in [-1, 1]; `to_box` stretches it to the game's box.
+While learning, an action is held for `action_repeat` ticks, and progress is rewarded along the shortest line of the track.
+An action lies in [-1, 1]; `to_box` stretches it to the game's box.
 Shapes: T rows in the buffer, N cars of this process, B samples of a minibatch. `obs` is raw, `normalized_obs` is normalised.
 """
 
