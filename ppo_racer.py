@@ -150,8 +150,8 @@ PRESETS = (  # defaults that these flags change; later presets take precedence
         "hide_arc": True, "num_envs": 264, "minibatch_size": 792, "eval_every": 2_000_000, "checkpoint_every": 2_000_000,
     }),
     Preset("--start-from", lambda given: given.start_from, {  # short fine-tuning; starting anywhere covers the track
-        "total_timesteps": 300_000, "start": "anywhere", "num_envs": 256, "action_repeat": 1, "rollout_steps": 32,
-        "minibatch_size": 512, "learning_rate": 1e-3, "eval_every": 100_000, "checkpoint_every": 100_000,
+        "total_timesteps": 300_000, "start": "anywhere", "learning_rate": 1e-3, "eval_every": 100_000,
+        "checkpoint_every": 100_000,
     }),
     Preset("--game, --bridge-url, --slow-game", lambda given: given.game or given.bridge_url or given.slow_game, {
         "total_timesteps": 100_000, "start": "grid", "num_envs": 16, "stuck_ticks": 90, "action_repeat": 1,
