@@ -24,11 +24,10 @@ class LineProgress:
 
     def __init__(self, tracks: list[Track], weight: float):
         distinct = list(dict.fromkeys(tracks))
-        rows, counts = zip(*(_rows(track) for track in distinct), strict=True)
-        self.rows, first = np.concatenate(rows), dict(zip(distinct, np.cumsum([0, *map(len, rows[:-1])]), strict=True))
-        self.first = np.array([first[track] for track in tracks])
-        per_unit = {track: count / track.length for track, count in zip(distinct, counts, strict=True)}
-        self.per_unit = np.array([per_unit[track] for track in tracks])
+        rows = [_rows(track) for track in distinct]  # of the same number for every track
+        self.rows, size = np.concatenate(rows), len(rows[0])
+        self.first = np.array([distinct.index(track) * size for track in tracks])
+        self.per_unit = np.array([(size - 1) / track.length for track in tracks])
         self.weight, self.laps = weight, np.zeros(len(tracks))
 
     def at(self, s, x, y, cars=slice(None)) -> np.ndarray:
@@ -50,8 +49,8 @@ class LineProgress:
         return (gained - np.rint(gained)) * self.weight
 
 
-def _rows(track: Track) -> tuple[np.ndarray, int]:
-    """At each point of the line: l - p . u and u, in laps, and how much they change until the next point. And their number."""
+def _rows(track: Track) -> np.ndarray:
+    """At each point of the line: l - p . u and u, in laps, and how much they change until the next point. (points + 1, 6)"""
     line, length = shortest_line(track)
     ahead = np.roll(line, -1, 0) - line
     chords = np.hypot(*ahead.T)
@@ -59,7 +58,5 @@ def _rows(track: Track) -> tuple[np.ndarray, int]:
     along = np.roll(line, -1, 0) - np.roll(line, 1, 0)
     along /= np.hypot(*along.T)[:, None]
     values = np.column_stack([travelled - (line * along).sum(1), along]) / length
-    following = np.roll(values, -1, 0)
-    following[-1, 0] += 1  # a lap further
-    last = following[-1:], np.zeros((1, 3))  # where rounding puts a car at the very end
-    return np.column_stack([np.concatenate([values, last[0]]), np.concatenate([following - values, last[1]])]), len(line)
+    values = np.append(values, values[:1] + [[1.0, 0.0, 0.0]], axis=0)  # the first point again, a lap further
+    return np.column_stack([values, np.diff(values, axis=0, append=values[-1:])])

@@ -110,18 +110,19 @@ def _track_of_file(name: str, control_points: tuple) -> Track:
 
 @functools.lru_cache(maxsize=CACHED_TRACKS)
 def random_track(kind: str, number: str, long: str | None, wide: str | None) -> Track:
-    """A track by the groups of its name, the same on every machine: the first of ever gentler loops that a car can drive."""
-    n, name = int(number), f"{kind}-{number}{long or ''}{wide or ''}"
+    """A track by the parts of its name, the same on every machine: the first of ever gentler loops that a car can drive."""
+    n = int(number)
     # Fractional parts of multiples of a square root: lengths, widths and wildness are spread evenly over any range of numbers.
-    size, wide_for_size, wild, *scales = (n * math.sqrt(prime) % 1 for prime in (2, 3, 5, 7, 11))
-    scale = 2.0 if long else 1.0, 2.0 if wide else 1.0
+    size, width, wild, *scales = (n * math.sqrt(prime) % 1 for prime in (2, 3, 5, 7, 11))
+    longer, wider = 2.0 if long else 1.0, 2.0 if wide else 1.0
     if kind == "any":
-        scale = tuple(low * (high / low) ** at for at, (low, high) in zip(scales, (ANY_LENGTH, ANY_WIDTH), strict=True))
+        by = [low * (high / low) ** at for at, (low, high) in zip(scales, (ANY_LENGTH, ANY_WIDTH), strict=True)]
+        longer, wider = longer * by[0], wider * by[1]
     for attempt in itertools.count():
-        points = _random_loop(n << 16 | attempt, size, wide_for_size, (0.3 + 0.7 * wild) * 0.97**attempt, *scale)
+        points = _random_loop(n << 16 | attempt, size, width, (0.3 + 0.7 * wild) * 0.97**attempt, longer, wider)
         if points is not None:
             with contextlib.suppress(UserError):
-                return Track(name, points)
+                return Track(f"{kind}-{number}{long or ''}{wide or ''}", points)
 
 
 def _random_loop(state: int, size: float, wide: float, wild: float, longer=1.0, wider=1.0) -> np.ndarray | None:
