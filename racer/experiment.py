@@ -347,7 +347,7 @@ def table(found: dict) -> list[list[str]]:
             cutting = sum(bool(result.get("cutting")) for result in results)
             rows.append([
                 command["command"] if place == 0 else "", track, str(len(runs)),
-                pair([result["flying_lap_sec"] for result in results], max),
+                "" if "tracks" in track else pair([result["flying_lap_sec"] for result in results], max),
                 percents + (f", {cutting} cutting" if cutting else ""),
                 pair([result["mean_reward"] for result in results], min),
                 pair([100 * result["off_road_share"] for result in results], max, 1), held,
