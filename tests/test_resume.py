@@ -155,6 +155,7 @@ def test_a_run_that_is_still_going_is_not_resumed(lab, tmp_path, start):
     assert lab.resume(tmp_path / "run", total_timesteps=steps + 512)["steps"] == steps + 512, "a killed run leaves no lock"
 
 
+@mostly_shared
 def test_two_runs_of_the_same_second_have_a_folder_each(lab, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "now")
     args = lab.module.Args(**lab.settings(tmp_path, run_name=""))
@@ -166,6 +167,7 @@ def test_two_runs_of_the_same_second_have_a_folder_each(lab, tmp_path, monkeypat
         checkpoints.make_run_folder(lab.name, lab.module.Args(**lab.settings(tmp_path / "link", run_name="")))
 
 
+@mostly_shared
 def test_resume_refuses_to_change_what_cannot_change(lab, straight):
     for change, message in (
         ({"num_envs": 32}, "--num-envs is 32, but the run to resume has 16, and that cannot change"),
@@ -480,6 +482,7 @@ def test_a_run_folder_that_cannot_be_made_is_an_error_at_once(lab, tmp_path):
         lab.train(tmp_path / "file")
 
 
+@mostly_shared
 def test_the_run_folder_says_where_it_came_from(lab, straight):
     facts = json.loads((straight / "args.json").read_text())
     assert facts["args"]["num_envs"] == 16 and facts["versions"]["torch"] == torch.__version__
