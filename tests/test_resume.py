@@ -178,6 +178,7 @@ def test_resume_refuses_to_change_what_cannot_change(lab, straight):
             lab.resume(straight, **change)
 
 
+@mostly_shared
 def test_best_pt_resumes_bit_for_bit_too(lab, tmp_path, straight):
     shutil.copytree(straight, tmp_path / "run")
     (tmp_path / "run" / "checkpoint.pt").unlink()
@@ -548,6 +549,7 @@ def test_a_bad_checkpoint_is_refused_and_says_why(lab, tmp_path, straight, make,
 # -- on the real game --------------------------------------------------------------------------------------------------
 
 
+@mostly_shared
 def test_training_evaluating_and_resuming_on_a_bridge(lab, tmp_path, good_bridge, capsys):
     url = (good_bridge.url,)
     settings = {**lab.bridge, "bridge_url": url, "config_path": short_episodes(tmp_path, 60)}
@@ -615,6 +617,7 @@ def test_a_fault_before_the_first_tick_leaves_nothing_and_is_retried(lab, tmp_pa
     assert lab.module.train(args)["finished"] and len(tries) == 3 and waits == [1.0, 2.0]
 
 
+@mostly_shared
 def test_a_driver_drives_the_same_on_both_backends(lab, straight, good_bridge):
     agent = driver_of(straight)
     episodes, given = [], []
