@@ -37,7 +37,7 @@ from racer.game.progress import PROGRESS, LineProgress
 from racer.game.random_numbers import fleet_seeds
 from racer.game.rewards import REWARD_TERMS
 from racer.game.rules import ACTION_HIGH, ACTION_LOW, RESET_INFO, STEP_INFO, TICKS_PER_SECOND
-from racer.game.tracks import TRACKS, load_track
+from racer.game.tracks import has_shape, load_track
 
 ENV_ID = "TopDownRacer-v0"
 
@@ -283,9 +283,8 @@ class RacerVectorEnv(gym.vector.VectorEnv):
         self._all_cars, self._no_car = np.ones(self.num_envs, bool), np.zeros(self.num_envs, bool)
         # What the reward of a step's n-th tick counts, and what comes after n ticks.
         self._discounts = np.cumprod([1.0, *[gamma] * action_repeat])
-        known = self._sim or all(track in TRACKS for track in self.track_ids)
-        tracks = [load_track(track) for track in self.track_ids] if progress == "line" and known else None
-        self._line = LineProgress(tracks, self.config["weights"]["progress"]) if tracks else None
+        along_line = progress == "line" and all(map(has_shape, self.track_ids))
+        self._line = LineProgress(self.track_ids, self.config["weights"]["progress"]) if along_line else None
 
     @property
     def observations(self) -> np.ndarray:
@@ -306,7 +305,7 @@ class RacerVectorEnv(gym.vector.VectorEnv):
     @property
     def track_lengths(self) -> np.ndarray:
         """Of every car's track (N,), in units. 1 for a track that only the real game knows."""
-        lengths = {t: load_track(t).length if self._sim or t in TRACKS else 1.0 for t in set(self.track_ids)}
+        lengths = {t: load_track(t).length if has_shape(t) else 1.0 for t in set(self.track_ids)}
         return np.array([lengths[t] for t in self.track_ids])
 
     # -- state in, state out: what an exact resume needs -----------------------------------------------------------------

@@ -39,7 +39,10 @@ def test_the_game_s_tracks_and_finer_lines(track, monkeypatch):
     assert shortest_line(narrow)[1] > 1.005 * length, "half the width is a wrong line"
 
 
-@pytest.mark.parametrize("track", ["track-01", "track-02", "track-03", "random-1", "random-8-wide"])
+OTHER_SCALES = [pytest.param(track, marks=pytest.mark.slow) for track in ("any-3", "random-8-long-wide")]
+
+
+@pytest.mark.parametrize("track", ["track-01", "track-02", "track-03", "random-1", "random-8", *OTHER_SCALES])
 def test_the_line_stays_on_the_road_and_no_clean_lap_is_faster_than_it_by_more_than_a_tick(track):
     shape = load_track(track)
     line, length = shortest_line(shape)

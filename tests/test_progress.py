@@ -14,14 +14,17 @@ from racer.training.references import full_throttle, limit_lap
 from racer_env import RacerVectorEnv
 
 
+SLOW_TRACK_02 = pytest.param("track-02", marks=pytest.mark.slow)
+
+
 def along_the_limit(track: str) -> tuple[np.ndarray, LineProgress]:
     """A lap on the shortest line, tick by tick, as (s, x, y)."""
     x, y = limit_lap(track).columns["x"], limit_lap(track).columns["y"]
     arc, _ = load_track(track).project(np.column_stack([x, y]))
-    return np.stack([arc, x, y]), LineProgress([load_track(track)], 1.0)
+    return np.stack([arc, x, y]), LineProgress([track], 1.0)
 
 
-@pytest.mark.parametrize("track", ["track-01", "track-03", "random-4"])
+@pytest.mark.parametrize("track", ["track-01", SLOW_TRACK_02, "track-03", "random-4"])
 def test_on_the_line_every_tick_pays_its_way_and_a_lap_pays_one(track):
     places, line = along_the_limit(track)
     line.on_reset([0], *places[:, :1])
@@ -33,7 +36,7 @@ def test_on_the_line_every_tick_pays_its_way_and_a_lap_pays_one(track):
     assert np.ptp(np.diff(arc)) > 0.15 * even, "progress along the centreline is paid unevenly"
 
 
-@pytest.mark.parametrize("track", ["track-01", "track-02"])
+@pytest.mark.parametrize("track", ["track-01", "track-02", pytest.param("track-03", marks=pytest.mark.slow)])
 def test_beside_the_line_it_is_the_way_along_the_line_that_counts(track):
     places, line = along_the_limit(track)
     shape, (s, x, y) = load_track(track), places[:, 100:101]

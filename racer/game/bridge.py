@@ -312,7 +312,7 @@ class BridgeCars:
 
     def places(self, cars=slice(None), observations=None):
         """The game sends how far a car is from the centreline, and not on which side: there the wall beside it is nearer."""
-        seen = self._last_step[0][cars] if observations is None else observations
+        seen = self.observe(cars) if observations is None else observations
         s, x, y = np.zeros((3, len(seen)))
         tracks = np.array(self.track_ids)[cars]
         for track_id in np.unique(tracks):

@@ -11,10 +11,13 @@ the line this is interpolated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from racer.game.limit import shortest_line
 from racer.game.track import Track
+from racer.game.tracks import load_track
 
 PROGRESS = ("centreline", "line")
 
@@ -22,13 +25,14 @@ PROGRESS = ("centreline", "line")
 class LineProgress:
     """How far N cars are along the shortest lines of their tracks, in laps."""
 
-    def __init__(self, tracks: list[Track], weight: float):
-        distinct = list(dict.fromkeys(tracks))
-        rows = [_rows(track) for track in distinct]  # of the same number for every track
+    def __init__(self, track_ids: Sequence[str], weight: float):
+        distinct, number = np.unique(track_ids, return_inverse=True)
+        tracks = [load_track(str(track_id)) for track_id in distinct]
+        rows = [_rows(track) for track in tracks]  # equally many for every track
         self.rows, size = np.concatenate(rows), len(rows[0])
-        self.first = np.array([distinct.index(track) * size for track in tracks])
-        self.per_unit = np.array([(size - 1) / track.length for track in tracks])
-        self.weight, self.laps = weight, np.zeros(len(tracks))
+        self.first = number * size
+        self.per_unit = (size - 1) / np.array([track.length for track in tracks])[number]
+        self.weight, self.laps = weight, np.zeros(len(track_ids))
 
     def at(self, s, x, y, cars=slice(None)) -> np.ndarray:
         """Of cars at arc positions s and places x, y: how many laps along the line."""

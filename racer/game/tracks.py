@@ -35,10 +35,10 @@ TRACKS: dict[str, list[tuple[float, float, float]]] = {  # (x, y, half-width), c
         (-340, -160, 22)],
 }
 # fmt: on
-RANDOM = re.compile(r"(random|any)-(0|[1-9]\d{0,14})(-long)?(-wide)?")  # twice as long, twice as wide
+RANDOM = re.compile(r"(random|any)-(0|[1-9]\d{0,14})(-long)?(-wide)?")  # "-long": twice as long; "-wide": twice as wide
 CACHED_TRACKS = 512  # of a process; a Track is small, and its tables (world.py) are cached in smaller numbers
 RANDOM_LENGTH, RANDOM_HALF_WIDTH = (1_100.0, 3_000.0), (11.0, 30.0)  # of random tracks: about those of the game
-ANY_LENGTH, ANY_WIDTH = (0.8, 2.6), (0.75, 2.4)  # times these: tracks of any scale, of up to MOST_HALF_WIDTH
+ANY_LENGTH, ANY_WIDTH = (0.8, 2.6), (0.75, 2.4)  # of "any" tracks: times these, and no wider than MOST_HALF_WIDTH
 MOST_HALF_WIDTH = 60.0
 
 
