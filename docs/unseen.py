@@ -17,10 +17,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from racer import load_driver
-from racer.training.evaluation import evaluate, one_thread, summarize, with_flying_laps
+from racer.training.evaluation import evaluate, summarize, with_flying_laps
 from racer.training.references import hand_written_settings
 from racer_env import RacerVectorEnv
 
+RESULTS = Path(__file__).parent / "results" / "unseen.json"
 KINDS = {"as the game's": "", "twice as wide": "-wide", "twice as long": "-long", "both": "-long-wide"}
 NUMBERS = range(10_001, 10_021)
 NAMES = ("track", "flying_lap_sec", "percent_of_limit", "cutting", "off_road_share", "mean_reward", "percent_of_hand_written")
@@ -71,11 +72,12 @@ def table(found: dict) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drivers", nargs="*", type=Path, help="run folders or checkpoints; none: show the file of --json")
-    parser.add_argument("--json", type=Path, help="file for all results")
+    parser.add_argument("drivers", nargs="*", type=Path, help="run folders or checkpoints; none: show the recorded results")
+    parser.add_argument(
+        "--json", type=Path, help="file to write all results to, or to show (default: docs/results/unseen.json)"
+    )
     args = parser.parse_args()
-    with one_thread():
-        results = measure(args.drivers) if args.drivers else json.loads(args.json.read_text())["kinds"]
+    results = measure(args.drivers) if args.drivers else json.loads((args.json or RESULTS).read_text())["kinds"]
     if args.json and args.drivers:
         args.json.write_text(json.dumps({"drivers": [str(driver) for driver in args.drivers], "kinds": results}))
     print(table(results))

@@ -23,7 +23,7 @@ from racer.game.checks import UserError, writing
 from racer.game.rewards import REWARD_TERMS
 from racer.game.tracks import check_game_tracks
 from racer.training.checkpoints import load_driver
-from racer.training.evaluation import describe_more, evaluate, lines_of, one_thread, summarize, with_flying_laps
+from racer.training.evaluation import describe_more, evaluate, lines_of, summarize, with_flying_laps
 from racer.training.references import hand_written_settings
 from racer.training.settings import as_command, run_as_script
 from racer.training.terminal import print_safely
@@ -98,7 +98,6 @@ def run_evaluation(args: Args) -> list[dict]:
 
             stack.callback(end_bridges)
             urls = start_bridges(args.game, args.bridges)
-        stack.enter_context(one_thread())  # as in training
         envs = RacerVectorEnv(count * len(tracks), tracks, config, list(urls) or None, **settings)
         stack.callback(envs.close)
         episodes = evaluate(driver.agent.drive, envs, tracks, args.seed)

@@ -189,7 +189,7 @@ class Job:
 
     @property
     def shared(self) -> Path:
-        """Is there if other runs were going on at the same time."""
+        """This file exists if other runs were in progress at the same time."""
         return self.parent / f"{self.seed}.shared"
 
     @property
@@ -347,7 +347,7 @@ def table(found: dict) -> list[list[str]]:
             cutting = sum(bool(result.get("cutting")) for result in results)
             rows.append([
                 command["command"] if place == 0 else "", track, str(len(runs)),
-                "" if "tracks" in track else pair([result["flying_lap_sec"] for result in results], max),
+                "" if len(runs[0]["results"]) > MANY_TRACKS else pair([result["flying_lap_sec"] for result in results], max),
                 percents + (f", {cutting} cutting" if cutting else ""),
                 pair([result["mean_reward"] for result in results], min),
                 pair([100 * result["off_road_share"] for result in results], max, 1), held,

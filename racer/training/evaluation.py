@@ -29,7 +29,7 @@ from racer.training.references import BEST_REWARD, is_default
 from racer.view.telemetry import LapTrace
 from racer_env import RacerEnv, RacerVectorEnv
 
-FLYING_LAP_IN = 2.5  # laps at full speed: a good driver has completed a flying lap
+FLYING_LAP_IN = 2.5  # laps at full speed, in which a good driver completes a flying lap
 
 # == Episodes ==========================================================================================================
 
@@ -69,7 +69,7 @@ class Episode:
 
     @property
     def failed(self) -> bool:
-        """Terminated (it stood still), or without a lap though there was time: from anywhere, a lap begins at the line."""
+        """Terminated (it stood still), or without a lap though there was time for one, from the line to the line."""
         at_full_speed = len(self.rewards) / TICKS_PER_SECOND * MAX_SPEED  # units
         needed = (1.2 if self.from_grid else 2.2) * load_track(self.track).length if has_shape(self.track) else 0.0
         return self.terminated or (not self.laps and at_full_speed > needed)
@@ -101,6 +101,7 @@ def one_thread():
         torch.set_num_threads(threads)
 
 
+@one_thread()
 def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = None, failures: int = 0) -> list[Episode]:
     """One complete episode of every car. drive: observations (N, 14) -> actions (N, 3)
 
@@ -133,7 +134,7 @@ def evaluate(drive: Callable, envs: RacerVectorEnv, tracks, seed: int | None = N
 
 
 def drive_laps(drive: Callable, tracks, config_path=None, render_mode=None) -> list[Episode]:
-    """An episode from the grid on every track, on the embedded engine, as the config has it; longer where a flying lap needs it."""
+    """An episode from the grid on every track, on the embedded engine; longer than the config's if a flying lap needs more time."""
     config, longest = load_config(config_path), max(load_track(track).length for track in tracks)
     ticks = math.ceil(FLYING_LAP_IN * longest / MAX_SPEED * TICKS_PER_SECOND)
     config["episode"]["maxSteps"] = max(config["episode"]["maxSteps"], ticks)
