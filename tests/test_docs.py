@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import MODULES, ROOT, promised_tags
 
@@ -94,6 +95,22 @@ def test_the_front_page_shows_the_same_numbers():
     assert len(lines) == 4 and all((lap, reward) == (by_command[c][3], by_command[c][5]) for c, lap, reward in lines)
     lap, reward = by_command["sb3 ppo authors"][3], by_command["sb3 ppo authors"][5]
     assert f"settings of the game's authors | {lap} | {reward} |" in TEXT["README.md"]
+
+
+def test_ppo_and_sac_are_compared_by_the_best_reward_so_far_of_the_same_runs():
+    """At some steps, and 4 % more, since evaluations of the two are not at the same ones."""
+    commands = json.loads((ROOT / "docs" / "results" / "experiment.json").read_text())["commands"]
+    runs = {c["command"][:3]: [run["evaluations"] for run in c["runs"]] for c in commands if "--slow-game" in c["command"]}
+
+    def reward_at(algorithm: str, steps: int) -> str:
+        best = [max(reward for step, _, reward, _ in run if step <= 1.04 * steps) for run in runs[algorithm]]
+        return f"{np.median(best):.2f}"
+
+    both = {steps: (reward_at("sac", steps), reward_at("ppo", steps)) for steps in (12_000, 20_000, 40_000, 60_000)}
+    for sac, ppo in (both[12_000], both[40_000]):
+        assert re.search(rf"{sac}\D+{ppo}", TEXT["README.md"])
+    for sac, ppo in both.values():
+        assert re.search(rf"{sac}\D+{ppo}", TEXT["sac.md"])
 
 
 def test_the_table_of_unseen_tracks_is_what_was_measured(monkeypatch):
